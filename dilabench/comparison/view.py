@@ -27,6 +27,7 @@ from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
+from dilabench.workload.lower_bounds import least_bytes
 from dilabench.workload.spec import flops
 
 # More pairs, or samples, at once save no more time, and each takes memory.
@@ -113,6 +114,12 @@ class RowView:
     def tflops_per_s(self) -> float:
         """10^12 floating-point operations per second by the multiset formula (`workload.spec.flops`), at the median."""
         return tflops_per_second(flops(self.row.case.workload), self.median_ns)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The least bytes of a call (`workload.lower_bounds`) per second, at the median: q, k and v read once, out
+        written."""
+        return least_bytes(self.row.case.workload) / self.median_ns * 1e9
 
     @property
     def memory(self) -> Memory | None:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.worker.warmup import lower_quartile
 from dilabench.machine import device_named
 from dilabench.metadata import (
@@ -21,6 +20,7 @@ from dilabench.metadata import (
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot, Timing
 from dilabench.units import format_latency
+from dilabench.workload.lower_bounds import least_bytes, least_flops
 
 SHOWN = 5
 LEAST_CHANGE = 0.03

@@ -6,8 +6,8 @@ Parquet, data frames and `report --json` hold its raw value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dilabench.errors import unknown_name
@@ -23,6 +23,7 @@ from dilabench.units import (
     significant,
     time_unit,
 )
+from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
     # Their statistics take a while to load, and columns of stored figures need none.
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
 
 ABSENT = "–"
 DOUBTFUL = "‡"
-Unit = Literal["", "ns", "bytes", "tokens/s", "TFLOP/s", "times", "share"]
+Unit = Literal["", "ns", "bytes", "tokens/s", "TFLOP/s", "GB/s", "times", "share"]
 _FORMATS: dict[Unit, Callable[[Any], str]] = {
     "": str,
     "ns": format_latency,
     "bytes": format_bytes,
     "tokens/s": format_rate,
     "TFLOP/s": lambda value: significant(value, 3),
+    "GB/s": lambda value: significant(value / 1e9, 3),
     "times": format_ratio,
     "share": lambda value: f"{value:.1%}",
 }
@@ -49,7 +51,7 @@ _FORMATS: dict[Unit, Callable[[Any], str]] = {
 class DisplayRow:
     """One line of a table: `status` is the outcome's, `fastest` marks the best of a section, `view` has its figures.
 
-    `view` is None of a row that was not measured, `speedup` of one that is not ranked.
+    `view` is None of a row that was not measured, `speedup` of one that is not ranked. `ceilings`: of the record.
     """
 
     row: Row
@@ -57,6 +59,7 @@ class DisplayRow:
     speedup: float | None = None
     status: str
     fastest: bool = False
+    ceilings: Mapping[str, float] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
         """The cell of a column, by the column's name."""
@@ -69,8 +72,8 @@ class Column:
 
     `shown`: its text if that is more than the value in its unit; called for every row. `right`: a number, aligned to
     the right. `spare`: the order in which a narrow terminal omits columns, the smallest first; None: never. `usual`:
-    shown unless columns are requested. `export`: its name in CSV, Parquet and data frames; None: not there. `absent`:
-    the text for a missing value.
+    shown unless columns are requested, `usual_with`: if the record has such a workload. `export`: its name in CSV,
+    Parquet and data frames; None: not there. `absent`: the text for a missing value.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Column:
     right: bool = True
     spare: int | None = 0
     usual: bool = False
+    usual_with: Callable[[Workload], bool] | None = None
     export: str | None = None
     absent: str = ABSENT
 
@@ -157,6 +161,20 @@ def _median(line: DisplayRow) -> str:
     return format_latency(line.view.median_ns) + ("" if line.view.is_quotable else DOUBTFUL)
 
 
+def _bound(line: DisplayRow) -> str:
+    """The nearer ceiling and the share of it: 'memory 81 %'."""
+    # Statistics take a while to load, and columns of stored figures need none.
+    from dilabench.comparison.bounds import nearer_bound
+
+    bound = line.view and nearer_bound(line.view, line.ceilings)
+    return f"{bound.name} {percent_text(bound.share)}" if bound else ABSENT
+
+
+def has_last_rows(workload: Workload) -> bool:
+    """Return True if the queries are fewer than the keys: reading these may then take longer than computing."""
+    return workload.query_len is not None
+
+
 def latency_interval(median_ns: float, interval: Interval | None) -> str:
     """The interval of a median in the median's unit and to its decimals; without one, the reason.
 
@@ -211,6 +229,15 @@ _COLUMNS = (
     Column(
         name="TFLOP/s", cell=lambda view: view.tflops_per_s, unit="TFLOP/s", spare=3, usual=True, export="tflops_per_s"
     ),
+    Column(
+        name="GB/s",
+        cell=lambda view: view.bytes_per_s,
+        unit="GB/s",
+        spare=11,
+        usual_with=has_last_rows,
+        export="least_bytes_per_s",
+    ),
+    Column(name="bound", shown=_bound, right=False, spare=10, usual_with=has_last_rows),
     Column(name="peak mem.", cell=lambda view: view.peak_bytes, unit="bytes", spare=6, usual=True, export="peak_bytes"),
     Column(name="density", cell=lambda view: view.density, unit="share"),
     Column(
@@ -231,13 +258,18 @@ def exported(view: RowView | None) -> dict[str, Any]:
     return {column.export: view and column.cell(view) for column in COLUMNS.values() if column.export}
 
 
-def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:
-    """The columns to show: the usual ones, or the `wanted` after those that name a row. Raises ConfigError."""
+def chosen_columns(wanted: Sequence[str] = (), rows: Iterable[Row] = ()) -> tuple[Column, ...]:
+    """The columns to show: those usual for `rows`, or the `wanted` after those that name a row. Raises ConfigError."""
     for name in wanted:
         if name not in COLUMNS:
             raise unknown_name("column", name, COLUMNS)
     if not wanted:
-        return tuple(column for column in COLUMNS.values() if column.usual)
+        workloads = tuple(dict.fromkeys(row.case.workload for row in rows))
+        return tuple(
+            column
+            for column in COLUMNS.values()
+            if column.usual or (column.usual_with is not None and any(map(column.usual_with, workloads)))
+        )
     return tuple(COLUMNS[name] for name in dict.fromkeys((*NAMING_COLUMNS, *wanted)))
 
 

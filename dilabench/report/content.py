@@ -111,7 +111,7 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     return tuple(
         WorkloadTable(
             members=tuple(rows),
-            sections=tuple(_section(title, members, next(ranked)) for title, members in titled.items()),
+            sections=tuple(_section(title, members, next(ranked), record) for title, members in titled.items()),
         )
         for rows, titled in zip(groups.values(), sections, strict=True)
     )
@@ -121,7 +121,7 @@ def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -
     """How the figures were estimated, and the meaning of the marks that these columns of the tables use."""
     tables = tuple(tables)
     rows = [row for table in tables for row in table.rows]
-    texts = [column.text(row) for row in rows for column in columns or chosen_columns()]
+    texts = [column.text(row) for row in rows for column in columns or chosen_columns((), (row.row for row in rows))]
     marks = (f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
     bases = dict.fromkeys(
         f"speed-ups in {table.title} refer to {row_name(base)} of {base.planned.source}: no built-in has a time"
@@ -156,7 +156,7 @@ def _section_title(row: Row) -> str | None:
     return None if takes == "heads" else f"{MODULES.get(takes, takes)}: not comparable with the rows above"
 
 
-def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None) -> Section:
+def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None, record: RunRecord) -> Section:
     shown = [
         DisplayRow(
             row=row,
@@ -164,6 +164,7 @@ def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None) ->
             speedup=ranking.speedups.get(row.case.case_id) if ranking else None,
             status=row.outcome.status,
             fastest=ranking is not None and ranking.proven and row is ranking.fastest,
+            ceilings=record.ceilings,
         )
         for row in rows
     ]

@@ -45,7 +45,7 @@ def to_text(
     record: RunRecord, sections: Sequence[Finding] = (), folder: Path | None = None, columns: Sequence[str] = ()
 ) -> str:
     """The whole report as GitHub-flavoured Markdown."""
-    return "\n".join(_lines(record, sections, folder, chosen_columns(columns))) + "\n"
+    return "\n".join(_lines(record, sections, folder, chosen_columns(columns, record.rows))) + "\n"
 
 
 def _lines(

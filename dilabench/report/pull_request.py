@@ -39,7 +39,7 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
     parts = [
         ("Findings", findings),
         ("Rows without a time", without_time),
-        ("Results", list(tables_lines(record, chosen_columns()))),
+        ("Results", list(tables_lines(record, chosen_columns((), record.rows)))),
     ]
     return _limited(lines, [*parts, ("Command", [*fenced(reproduce_command(record))])])
 

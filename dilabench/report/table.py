@@ -72,7 +72,7 @@ def to_text(
     once. `columns`: of the tables.
     """
     console, out = text_console(width, colour)
-    wanted = chosen_columns(columns)
+    wanted = chosen_columns(columns, record.rows)
     tables = workload_tables(record)
     console.print(Text(f"dilabench {record.suite} on {device_text(record)}", style="bold"))
     for finding in sections:

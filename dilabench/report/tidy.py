@@ -108,6 +108,7 @@ def _case(row: Row) -> Line:
         "pattern": workload.pattern.label(),
         "batch_size": workload.batch_size,
         "seq_len": workload.seq_len,
+        "query_len": workload.rows,
         "num_heads": workload.num_heads,
         "num_kv_heads": workload.num_kv_heads,
         "head_dim": workload.head_dim,

@@ -7,7 +7,6 @@ import pytest
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
-from dilabench.engine.lower_bounds import least_flops
 from dilabench.engine.plausibility import interference, suspicions, typical_seconds, unproven_backend
 from dilabench.engine.worker.process import describe_exit
 from dilabench.engine.worker.warmup import WarmUpLimits, warm_up
@@ -15,6 +14,7 @@ from dilabench.metadata import COPY_KEY, LAUNCH_BOUND, OWN_TILES, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
+from dilabench.workload.lower_bounds import least_flops
 from dilabench.workload.spec import Workload, WorkloadRequest, flops
 
 LIMITS = WarmUpLimits(min_s=0.0, max_s=5.0)

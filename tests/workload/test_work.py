@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.engine.lower_bounds import least_bytes
 from dilabench.patterns.answers import windowed_pairs
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, rows_kept
+from dilabench.workload.lower_bounds import least_bytes
 from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
 
 

@@ -136,7 +136,7 @@ class PreparedCall:
         """
         inputs = self.inputs(self._next)
         # A replayed backward pass belongs to the forward pass before the capture, so its inputs must not change.
-        kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.seq_len - 1)
+        kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.rows - 1)
         return self._call_of(kept.inputs, kept, again=True), kept
 
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
@@ -392,12 +392,12 @@ class PreparedCall:
                 raise UnusableFunctionError(f"the first call {why}")
             self._out_shape = out.shape
             if self._keeps_first:
-                self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1, out=out))
+                self.first_calls.append(KeptCall(inputs, self.workload.rows - 1, out=out))
             del out
             if self.workload.mode != "forward":
                 try:
                     if self._keeps_first:
-                        self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1))
+                        self.first_calls.append(KeptCall(inputs, self.workload.rows - 1))
                         self._call_of(inputs, self.first_calls[-1])()
                     else:
                         self.fresh()()

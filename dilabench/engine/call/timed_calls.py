@@ -45,7 +45,7 @@ LocalRow = Callable[[int], int | None]
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """A row of one head: of out (and dq), or with `key` of dk and dv. head: of the tensor itself.
+    """A row of one head: of out (and dq), or with `key` of dk and dv. position, head: of the tensor itself.
 
     copies: the row of each of these tensors right after the call; empty on a rank that does not hold it. later: the
     same of out once the next call, or the slot, was over.
@@ -166,7 +166,7 @@ class TimedCalls:
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
         """Change the inputs of the next call unless they are `fixed`; return its keeper, if any."""
         self._settle()
-        batch, position = 0, self._length - 1
+        batch, position = 0, self._workload.rows - 1
         if not fixed:
             sample, first = self._calls // self.batch, self._calls % self.batch == 0
             if first:
@@ -312,7 +312,7 @@ class TimedCalls:
         call.rows = [KeptRow(call.batch, call.position, self._choice.randrange(heads))]
         for _ in range(self._rows):
             batch, group = self._next_of_deck(groups)
-            drawn = self._choice.randrange(self._length)
+            drawn = self._choice.randrange(workload.rows)
             call.rows.append(KeptRow(batch, drawn, group * size + self._choice.randrange(size)))
         of_row, of_key = [call.out, *gradients[:1]], list(gradients[1:3])
         if of_key and self._takes == "heads":
@@ -388,7 +388,8 @@ class TimedCalls:
         places = []
         for index, tensor in enumerate(inputs.distinct):
             # The first values stay (SAME_VALUES).
-            position = self._places.randrange(min(1, self._length - 1), self._length)
+            length = self._length if index else self._workload.rows
+            position = self._places.randrange(min(1, length - 1), length)
             batch = self._places.randrange(tensor.shape[0]) if self._row_dim else 0
             places.append((batch, position))
             number = self._places.randrange(NOISE_ROWS)

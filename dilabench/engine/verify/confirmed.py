@@ -33,7 +33,7 @@ NAMES = (CheckName.OUT_ALL_ROWS, CheckName.DQ_ALL_ROWS, CheckName.DK_ALL_ROWS, C
 
 @dataclass(frozen=True, slots=True)
 class EveryRow:
-    """Results of the second implementation: out [B, N, H, D], then dq, dk, dv for the dout of every row.
+    """Results of the second implementation: out [B, M, H, D], then dq, dk, dv for the dout of every row.
 
     errors: of each on the sampled rows, as `row_errors` measures them.
     """
@@ -72,7 +72,8 @@ class Confirmed:
             limit = 4 * (known.plain_rows + error) + 2 * eps(oracle.dtype)
             # A gradient that is missing has failed before.
             if actual is not None:
-                yield _compared(name, oracle.batched(actual), wanted, limit, f"against {self.name}")
+                begin = oracle.workload.seq_len - wanted.shape[1]
+                yield _compared(name, oracle.batched(actual), wanted, limit, f"against {self.name}", begin)
 
 
 def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> EveryRow | None:
@@ -106,8 +107,10 @@ def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> Ev
         return None
 
 
-def _compared(name: str, actual: Tensor, wanted: Tensor, limit: float, detail: str) -> Check:
-    """The check of all rows [B, N, ·, D]; the largest error in units of the row, and where it is."""
+def _compared(name: str, actual: Tensor, wanted: Tensor, limit: float, detail: str, begin: int) -> Check:
+    """The check of all rows [B, N, ·, D], or from position `begin` on; the largest error in units of the row, and where
+    it is.
+    """
     wide = torch.promote_types(wanted.dtype, torch.float32)
     norms = torch.cat([torch.linalg.vector_norm(piece.to(wide), dim=-1) for piece in _pieces(wanted)], 1)
     scale = row_scale(norms[..., None])
@@ -124,7 +127,8 @@ def _compared(name: str, actual: Tensor, wanted: Tensor, limit: float, detail: s
     found = found.nan_to_num_(torch.inf)
     largest = float(found.max())
     wrong = int((found > limit).sum())
-    where = locate(int(found.flatten().argmax()), found.shape, (("batch", None), ("position", None), ("head", None)))
+    axes = (("batch", None), ("position", torch.arange(begin, begin + wanted.shape[1])), ("head", None))
+    where = locate(int(found.flatten().argmax()), found.shape, axes)
     text = f"{wrong} of {found.numel()} rows differ, {detail}" if wrong else f"every row, {detail}"
     return Check(
         name=name,

@@ -105,7 +105,12 @@ def repeat_checks(call: Call, oracle: Oracle, first: Result, deterministic: bool
 
 def row_axes(oracle: Oracle) -> Axes:
     """Names of the axes of sampled rows."""
-    return (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("head", None), ("dim", None))
+    return (
+        ("batch", oracle.sample.batches),
+        ("position", oracle.positions(oracle.sample.rows)),
+        ("head", None),
+        ("dim", None),
+    )
 
 
 def how_many(oracle: Oracle) -> str:
@@ -144,12 +149,12 @@ def _lse_checks(function: Callable[..., Tensor], oracle: Oracle, seen: Seen) -> 
         return
     lse = lse[None] if lse.ndim == 2 else lse
     sample = oracle.sample
-    shape = [oracle.workload.batch_size, oracle.workload.num_heads, oracle.workload.seq_len]
+    shape = [oracle.workload.batch_size, oracle.workload.num_heads, oracle.workload.rows]
     if list(lse.shape) != shape:
         yield Check(name=CheckName.LSE, passed=False, detail=f"lse has shape {list(lse.shape)}, not {shape}")
         return
     rows = lse[sample.batches.to(oracle.device)][:, :, sample.rows.to(oracle.device)]
-    axes = (("batch", sample.batches), ("head", None), ("position", sample.rows))
+    axes = (("batch", sample.batches), ("head", None), ("position", oracle.positions(sample.rows)))
     seen.lse = rows
     yield from compare_both_ways(CheckName.LSE, rows, oracle.expected[1], axes, how_many(oracle))
     form = form_checks(out, oracle.out_shape, oracle.dtype, oracle.device)

@@ -148,7 +148,7 @@ def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
 def _sample(call: PreparedCall, kept: KeptCall, seed: int) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     count = -(-SLOPE_ROWS // call.workload.num_heads) if call.spec.takes == "heads" else 1
-    drawn = torch.randint(call.workload.seq_len, (count,), generator=generator).tolist()
+    drawn = torch.randint(call.workload.rows, (count,), generator=generator).tolist()
     batch = torch.randint(call.workload.batch_size, (1,), generator=generator)
     across = () if call.world is None or call.takes_whole else rows_across_ranks(call.workload, call.shards).tolist()
     rows = torch.tensor(sorted({kept.position, *drawn, *across}))

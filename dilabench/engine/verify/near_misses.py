@@ -19,6 +19,7 @@ from torch import Tensor
 from dilabench.engine.verify.heads import GRADIENTS, Seen
 from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.sums import is_sum
 from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape, ZeroKeys
@@ -26,6 +27,8 @@ from dilabench.record import Check, CheckName
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 ROWS, FEW_ROWS, BATCHES = 24, 2, 2
+# Rows of queries or keys that kernels and servers take at a time.
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 # A near miss must explain all but this share of the error, and be this far from the truth itself, in tolerances.
 UNEXPLAINED, DISTINCT = 0.25, 4.0
 # torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by the strides of the
@@ -71,6 +74,21 @@ class StrictlyEarlier(Pattern):
             parts = [np.asarray(part, dtype=np.int64) for part in group.parts]
             for row in group.rows:
                 yield KeyGroup(group.rows[group.rows == row], tuple(part[part < row] for part in parts))
+
+
+class WithoutLastKeys(Pattern):
+    """A pattern in which no row sees one of the last `missing` keys."""
+
+    kind: Literal["without_last_keys"] = "without_last_keys"
+    inner: Any
+    missing: int
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """The keys of the other pattern up to the missing ones."""
+        stop = shape.length - self.missing
+        for group in self.inner.counts(shape, head, rows):
+            parts = (np.asarray(part, dtype=np.int64) for part in group.parts)
+            yield KeyGroup(group.rows, tuple(part[part < stop] for part in parts))
 
 
 def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
@@ -163,6 +181,8 @@ def _first(oracle: Oracle, result: Tensor, expected: Expected, mistakes: Iterabl
 
 def _variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Workloads that this one may be taken for."""
+    if workload.query_len is not None:
+        yield from _misplaced(workload, workload.query_len)
     for name, pattern in workload.pattern.near_misses().items():
         yield name, workload.model_copy(update={"pattern": pattern})
     if workload.pattern.parts > 1:
@@ -193,6 +213,22 @@ def _variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
             yield f"scale={name}", workload.model_copy(update={"scale": scale})
 
 
+def _misplaced(workload: Workload, queries: int) -> Iterator[tuple[str, Workload]]:
+    """Workloads whose queries are other rows of the square, or whose last keys are not read."""
+    yield "queries that are the first rows of the keys, not the last", workload.model_copy(update={"query_len": None})
+    earlier = workload.model_copy(update={"query_len": queries + 1})
+    yield "queries one position before the last rows (off by one)", earlier
+    for chunk in CHUNKS:
+        if queries < (whole := -(-queries // chunk) * chunk) < workload.seq_len:
+            name = f"queries that begin {whole} rows before the end, as if {whole} were there (a short last chunk)"
+            yield name, workload.model_copy(update={"query_len": whole})
+    for missing in dict.fromkeys(workload.seq_len % chunk for chunk in CHUNKS):
+        if 0 < missing < workload.seq_len and not is_sum(workload):
+            pattern = WithoutLastKeys(inner=workload.pattern, missing=missing)
+            name = f"the last {missing} keys not read (a short last block of keys)"
+            yield name, workload.model_copy(update={"pattern": pattern})
+
+
 def _of_out(oracle: Oracle, out: Tensor) -> str | None:
     return _first(oracle, out, oracle.expected[0], _wrong_outs(oracle.workload))
 
@@ -214,7 +250,7 @@ def _out_of(part: _Part, variant: Workload) -> Tensor:
 
 
 def _moved(part: _Part, step: int) -> Tensor:
-    moved = (part.rows - step).clamp(0, part.workload.seq_len - 1)
+    moved = (part.rows - step).clamp(0, part.workload.rows - 1)
     positions, place = moved.unique(return_inverse=True)
     return part.attended(part.workload, positions)[0][:, place]
 
@@ -231,17 +267,17 @@ def _interleaved(part: _Part) -> Tensor:
 
 
 def _misread(part: _Part) -> Tensor:
-    """At row n, head h: the vector n·H + h of out [H, N, D]."""
+    """At row n, head h: the vector n·H + h of out [H, M, D]."""
     workload = part.workload
     place = part.rows[:, None] * workload.num_heads + torch.arange(workload.num_heads)
-    positions, at = (place % workload.seq_len).unique(return_inverse=True)
-    return part.attended(workload, positions)[0][:, at, place // workload.seq_len]
+    rows, at = (place % workload.rows).unique(return_inverse=True)
+    return part.attended(workload, rows)[0][:, at, place // workload.rows]
 
 
 def _over_heads(part: _Part) -> Tensor:
     place = part.rows.to(part.q.device)
     group = part.workload.group_size
-    q, k, v = part.q[:, place].double(), part.k[:, place].double(), part.v[:, place].double()
+    q, k, v = part.q[:, place].double(), *(x[:, place + part.workload.first_row].double() for x in (part.k, part.v))
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     return (q @ k.mT * part.workload.softmax_scale).softmax(-1) @ v
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dilabench.workload.spec import Workload
-from dilabench.workload.visibility import edges
+from dilabench.workload.visibility import edges, key_groups
 
 MAX_KEYS = 16
 # A weight is about 1/N; this keeps it above float16's smallest number for any N that fits a machine.
@@ -41,13 +42,39 @@ class Planes:
 
 
 def make_planes(workload: Workload, seed: int) -> Planes:
-    """The first and last key, both sides of some segment edges, and random ones; as many as there are channels."""
+    """The first and last key, both sides of some segment edges, and random ones; as many as there are channels. Of
+    queries that are fewer than the keys, also keys that one of them sees.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     length = workload.seq_len
     count = min(MAX_KEYS, max(1, workload.head_dim - 1))
     begins = torch.from_numpy(edges(workload))
     begins = begins[torch.randperm(len(begins), generator=generator)[: max(1, count // 4)]]
     drawn = torch.randint(length, (count,), generator=generator)
-    candidates = torch.cat([torch.tensor([length // 2, 0, length - 1]), begins, begins - 1, drawn]).tolist()
+    named = [length // 2, 0, length - 1]
+    if workload.query_len is not None:
+        # Keys drawn from all may be seen by none of few rows: first some that a row sees, and those around the rows.
+        named = [
+            length - 1,
+            *_seen(workload, count // 2, generator),
+            workload.first_row,
+            workload.first_row - 1,
+            *named,
+        ]
+    candidates = torch.cat([torch.tensor(named), begins, begins - 1, drawn]).tolist()
     keys = tuple(dict.fromkeys(candidates))[:count]
     return Planes(keys, calls=1 if workload.head_dim > 1 else 2)
+
+
+def _seen(workload: Workload, count: int, generator: torch.Generator) -> list[int]:
+    """At most `count` keys that a random row of a random head may see, in random order."""
+    head = int(torch.randint(workload.num_heads, (1,), generator=generator))
+    row = workload.first_row + int(torch.randint(workload.rows, (1,), generator=generator))
+    (shape,) = workload.shapes
+    keys: list[int] = []
+    for _, group in key_groups(workload, head, np.array([row])):
+        (first,), (stop,) = shape.bounds(group.rows)
+        seen = group.keys()
+        seen = seen[seen.searchsorted(first) : seen.searchsorted(stop)]
+        keys += seen[torch.randint(len(seen), (count,), generator=generator).numpy()].tolist() if len(seen) else []
+    return keys

@@ -43,14 +43,16 @@ def large_scores_check(oracle: Oracle, result: Result, expected: Expected) -> Ch
     broken = [c for c in form_checks(result.out, oracle.out_shape, oracle.dtype, oracle.device) if not c.passed]
     if broken:
         return Check(name=name, passed=False, detail=f"{detail}: {broken[0].detail}")
-    axes = (("batch", oracle.sample.batches), ("position", oracle.second.rows), ("head", None), ("dim", None))
+    positions = oracle.positions(oracle.second.rows)
+    axes = (("batch", oracle.sample.batches), ("position", positions), ("head", None), ("dim", None))
     rows = oracle.chosen(result.out)[:, oracle.second.rows.to(oracle.device)]
     return compare(name, rows, expected, axes, detail)
 
 
 def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
     sample = oracle.sample
-    axes = (("batch", sample.batches), ("position", oracle.second.rows), ("head", None), ("dim", None))
+    positions = oracle.positions(oracle.second.rows)
+    axes = (("batch", sample.batches), ("position", positions), ("head", None), ("dim", None))
     checks = []
     for result, expected in zip(results, oracle.second.expected, strict=True):
         rows = oracle.chosen(result.out)[:, oracle.second.rows.to(oracle.device)]
@@ -64,16 +66,15 @@ def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
 def _ones(oracle: Oracle, out: Tensor) -> Check:
     workload = oracle.workload
     value = out_of_ones(workload).to(oracle.device).expand(out.shape)
-    zeros = zero_keys(workload, torch.arange(workload.seq_len), oracle.device)
+    zeros = zero_keys(workload, torch.arange(workload.rows), oracle.device)
     if zeros is not None:
         # Zero keys take a share of a row's weights that depends on its scores: the remaining sum is in [0, 1].
         value = value.where(zeros.sum(0).T == 0, out.double().clamp(0.0, 1.0))
     expected = Expected(
         value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.second.ones_error)
     )
-    return compare(
-        CheckName.ONES, out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1"
-    )
+    axes = (("batch", None), ("position", oracle.positions()), ("head", None))
+    return compare(CheckName.ONES, out, expected, axes, "v = 1 gives out = 1")
 
 
 def _dependency(oracle: Oracle, out: Tensor) -> Check:
@@ -82,15 +83,15 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
     groups = alike_heads(workload)
     wrong, where, detail = 0, None, None
     for channel, key in planes.channels(planes.calls - 1):
-        seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool, device=oracle.device)
+        seen = torch.zeros(workload.rows, workload.num_heads, dtype=torch.bool, device=oracle.device)
         for heads in groups:
-            rows = torch.from_numpy(seen_by(workload, heads[0], key)).to(oracle.device)
+            rows = torch.from_numpy(seen_by(workload, heads[0], key) - workload.first_row).to(oracle.device)
             seen[rows[:, None], torch.tensor(heads, device=oracle.device)] = True
         differs = (out[..., channel] != 0) != seen
         count = int(differs.sum())
         if count and where is None:
             place = differs.flatten().int().argmax()
-            where = locate(place, differs.shape, (("batch", None), ("position", None), ("head", None)))
+            where = locate(place, differs.shape, (("batch", None), ("position", oracle.positions()), ("head", None)))
             sees = bool(out[..., channel].flatten()[place] != 0)
             detail = f"the row {'sees' if sees else 'misses'} key {key}, which it {'must not' if sees else 'must'} see"
         wrong += count

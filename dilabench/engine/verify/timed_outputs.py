@@ -208,7 +208,7 @@ class _Past:
         self._known: dict[tuple[int, int, int], Tensor] = {}
 
     def head(self, index: int, batch: int, head: int, row: int | None = None) -> Tensor:
-        """[N, D] of q (0), k (1), v (2) or dout (3); [1, D] of one row."""
+        """[M, D] of q (0) or dout (3), [N, D] of k (1) or v (2); [1, D] of one row."""
         key = index, batch, head
         if key not in self._known:
             found = self._earlier(*key, row)
@@ -266,7 +266,7 @@ class _PastOracle(Oracle):
 
     @property
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [1, N, H, D], k and v [1, N, K, D], each head the one that is known."""
+        """q [1, M, H, D], k and v [1, N, K, D], each head the one that is known."""
         return self._heads
 
     @cached_property
@@ -276,7 +276,7 @@ class _PastOracle(Oracle):
         q = self._past.head(0, self._batch, self._head, only)
         k, v = (self._past.head(index, self._batch, group) for index in (1, 2))
         # Views that repeat the one head for each head, and the one row for all rows.
-        q = q[None, :, None].expand(1, workload.seq_len, workload.num_heads, -1)
+        q = q[None, :, None].expand(1, workload.rows, workload.num_heads, -1)
         k, v = (x[None, :, None].expand(1, -1, workload.num_kv_heads, -1) for x in (k, v))
         return q, k, v
 
@@ -316,10 +316,12 @@ def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
             return
         actual = past.copied(copy, like)
         with only_heads([row.head]):
-            check = _of_head(name, actual, oracle.within(name, tolerances), row, tolerances, of)
+            check = _of_head(
+                name, actual, oracle.within(name, tolerances), row, tolerances, of, past.workload.first_row
+            )
             if not check.passed:
                 # The row may be one in which the plain computation is off by more than in the verified rows.
-                check = _of_head(name, actual, oracle.within(name, {}), row, tolerances, of)
+                check = _of_head(name, actual, oracle.within(name, {}), row, tolerances, of, past.workload.first_row)
         yield check
 
 
@@ -346,7 +348,7 @@ def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
         shape = (1, 1, workload.num_kv_heads, -1)
         value, size = (x[None, None, None].expand(shape) for x in (value, size))
         wanted = Expected(value, size, KEY_ULPS * eps(actual.dtype))
-        yield _of_head(name, actual, wanted, row, tolerances, of)
+        yield _of_head(name, actual, wanted, row, tolerances, of, workload.first_row)
 
 
 def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
@@ -355,7 +357,7 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
     One pass over the rows that see the key gives their lse and out; their weights at the key follow.
     """
     workload, wide = past.workload, torch.float64
-    rows = torch.from_numpy(seen_by(workload, head, row.position))
+    rows = torch.from_numpy(seen_by(workload, head, row.position) - workload.first_row)
     total = torch.zeros(2, 2, workload.head_dim, dtype=wide, device=past.device)
     if not len(rows):
         return total
@@ -388,14 +390,20 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
 
 
 def _of_head(
-    name: CheckName, actual: Tensor, expected: Expected, row: KeptRow, tolerances: Mapping[str, float], of: str
+    name: CheckName,
+    actual: Tensor,
+    expected: Expected,
+    row: KeptRow,
+    tolerances: Mapping[str, float],
+    of: str,
+    first_row: int,
 ) -> Check:
-    """The check of one head's row [D]."""
+    """The check of one head's row [D]. first_row: the position of the first query."""
     # Few rows show too little of the plain computation's error.
     tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
     value, size = (x.expand_as(expected.value)[:, :, row.head] for x in (expected.value, expected.size))
-    place = "key" if row.key else "position"
-    axes = (("batch", torch.tensor([row.batch])), (place, torch.tensor([row.position])), ("dim", None))
+    place, position = ("key", row.position) if row.key else ("position", row.position + first_row)
+    axes = (("batch", torch.tensor([row.batch])), (place, torch.tensor([position])), ("dim", None))
     check = compare(CheckName(f"timed_{name}"), actual[None, None], Expected(value, size, tolerance), axes, of)
     return check if check.where is None else check.model_copy(update={"where": f"{check.where}, head {row.head}"})
 

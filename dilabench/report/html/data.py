@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dilabench.comparison.view import first_timing, view_of
-from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
 from dilabench.report.columns import Column, DisplayRow, implementation_text
@@ -14,6 +13,7 @@ from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family
 from dilabench.units import format_bytes, format_seconds
+from dilabench.workload.lower_bounds import least_bytes, least_flops
 
 # Limits on the raw samples in the page: above the first, only the medians of slots are shown; above the second, none.
 MOST_SAMPLES = 120_000

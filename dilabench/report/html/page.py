@@ -71,7 +71,7 @@ def render(
 
 def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequence[str] = ()) -> str:
     """The whole page."""
-    chosen = chosen_columns(columns)
+    chosen = chosen_columns(columns, record.rows)
     tables = workload_tables(record)
     charts = chart_library()
     drawn = {id(plot): drawn_plot for plot, drawn_plot in _drawn(record, sections, scripted=charts is not None)}
@@ -110,7 +110,7 @@ def notebook(record: RunRecord) -> str:
         answers=[section for section in sections if section.answers],
         headline=headline(record),
         tables=tables[:MOST_IN_NOTEBOOK],
-        columns=chosen_columns(),
+        columns=chosen_columns((), record.rows),
         left_out=max(0, len(tables) - MOST_IN_NOTEBOOK),
     )
 

@@ -35,10 +35,12 @@ _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index`: the rows' positions in the sample.
+    """Some rows of one head and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
+    rows in the sample.
 
     given: [parts, M] bool, whether each part of the pattern gives each key. log_counts: [M] float64, log of the number
-    of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0.
+    of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0. begin: the first key if
+    they are consecutive, so that they are read in place.
     """
 
     head: int
@@ -48,10 +50,15 @@ class Block:
     given: Tensor
     log_counts: Tensor
     seen: Tensor
+    begin: int | None = None
 
     def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """The block's keys of k or v, [B, M, D]."""
-        return x[:, :, self.head // workload.group_size].index_select(1, self.keys).to(dtype)
+        """A copy of the block's keys of k or v, [B, M, D]."""
+        kv_head = self.head // workload.group_size
+        # Over ranks only the rows of some keys are known.
+        if self.begin is not None and isinstance(x, Tensor):
+            return x[:, self.begin : self.begin + len(self.keys), kv_head].to(dtype, copy=True)
+        return x[:, :, kv_head].index_select(1, self.keys).to(dtype)
 
     def paired(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
@@ -74,7 +81,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
-    """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending.
+    """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending, indices of queries.
 
     Each has at most MAX_BLOCK_SCORES scores, unless one row alone has more.
     """
@@ -114,7 +121,7 @@ def blocks_cached() -> Iterator[None]:
 def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor | None:
     """[parts, H, R] float64: how many zero keys each part of the pattern adds to each row; None for none at all.
 
-    rows: [R] int64 on the CPU, ascending.
+    rows: [R] int64 on the CPU, ascending, indices of queries.
     """
     added = [
         (head, start, zeros)
@@ -126,7 +133,7 @@ def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor 
         return None
     counts = torch.zeros(workload.pattern.parts, workload.num_heads, len(rows), dtype=torch.float64)
     for head, start, zeros in added:
-        place = rows - start
+        place = rows + (workload.first_row - start)
         sees = (place >= zeros.rows.start) & (place < zeros.rows.stop)
         sees &= (place - zeros.rows.start) % zeros.rows.step == 0
         counts[zeros.part, head, sees] += zeros.count
@@ -134,12 +141,15 @@ def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor 
 
 
 class _Group(NamedTuple):
-    """Rows of a head with the same keys. `own` [R, M] bool: the keys that each row has, None if all have all."""
+    """Rows of a head with the same keys. `own` [R, M] bool: the keys that each row has, None if all have all. begin:
+    the first key if they are consecutive.
+    """
 
     rows: Tensor
     keys: Tensor
     given: Tensor
     own: Tensor | None = None
+    begin: int | None = None
 
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
@@ -148,7 +158,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
     for alike in alike_heads(workload):
         heads = alike if only is None else [head for head in alike if head in only]
         # Heads with one selection share its keys, because finding them may take longer than attention.
-        for group in _groups(workload, alike[0], rows, device) if heads else ():
+        for group in _groups(workload, alike[0], rows + workload.first_row, device) if heads else ():
             height = max(1, MAX_BLOCK_SCORES // max(1, batch * len(group.keys)))
             log_counts = group.given.sum(0).double().log_()
             for first in range(0, len(group.rows), height):
@@ -172,19 +182,25 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                     seen &= keys <= (here + right)[:, None]
                 if group.own is not None:
                     seen &= group.own[part, reached]
-                index = torch.searchsorted(rows, positions).to(device)
+                index = torch.searchsorted(rows, positions - workload.first_row).to(device)
+                queries = here - workload.first_row
+                begin = None if group.begin is None else group.begin + reached.start
                 for head in heads:
-                    yield Block(head, index, here, keys, group.given[:, reached], log_counts[reached], seen)
+                    yield Block(head, index, queries, keys, group.given[:, reached], log_counts[reached], seen, begin)
 
 
-def _groups(workload: Workload, head: int, rows: Tensor, device: torch.device) -> Iterator[_Group]:
+def _groups(workload: Workload, head: int, positions: Tensor, device: torch.device) -> Iterator[_Group]:
     """Groups that cover the rows of a head, before causal mask and window; positions along the N axis."""
     small: list[tuple[Positions, Positions]] = []
-    for start, group in key_groups(workload, head, rows.numpy()):
+    for start, group in key_groups(workload, head, positions.numpy()):
         if len(group.parts) == 1 and len(group.rows) < FEW_ROWS and len(group.parts[0]) < MANY_KEYS:
             small.append((group.rows + start, np.asarray(group.parts[0], np.int64) + start))
         else:
-            yield _Group(torch.from_numpy(group.rows + start), *_union(group.parts, start, device))
+            keys, given = _union(group.parts, start, device)
+            (part, *others), begin = group.parts, None
+            if not others and isinstance(part, range) and part.step == 1:
+                begin = start + part.start
+            yield _Group(torch.from_numpy(group.rows + start), keys, given, begin=begin)
     for first in range(0, len(small), JOINED_GROUPS):
         yield _joined(small[first : first + JOINED_GROUPS], device)
 
@@ -219,4 +235,5 @@ def _joined(groups: Sequence[tuple[Positions, Positions]], device: torch.device)
     order = np.argsort(rows)
     given = torch.ones(1, len(keys), dtype=torch.bool, device=device)
     owned = torch.from_numpy(own[order]).to(device)
-    return _Group(torch.from_numpy(rows[order]), torch.from_numpy(keys).to(device), given, owned)
+    begin = int(keys[0]) if len(keys) and keys[-1] - keys[0] == len(keys) - 1 else None
+    return _Group(torch.from_numpy(rows[order]), torch.from_numpy(keys).to(device), given, owned, begin)

@@ -28,12 +28,12 @@ def attend_rows(
     dtype: torch.dtype = torch.float64,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
+    """out [B, R, H, D] and lse [B, H, R] of the queries `rows` ([R] int64 on the CPU, ascending), all heads.
 
-    q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
-    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. sink: [H], the
-    logit of a mass that every row of a head sees. For a sum of attentions, lse holds all of them, [B, attentions·H, R],
-    and each has the sink.
+    q is [B, M, H, D], k and v are [B, N, K, D]; query i is at position N - M + i. In float64 this is the oracle. In
+    another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it, softmax in at
+    least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions, lse holds all
+    of them, [B, attentions·H, R], and each has the sink.
     """
     outs, lses = [], []
     for attention in attentions(workload):
@@ -183,8 +183,8 @@ def softmax_rows_backward(
     Zero keys count in lse, lse_b and P_b, and have no gradient.
     """
     wide = accumulation_dtype(dtype)
-    slots = key_slots(keys, q.shape[1], q.device)
-    size = q.shape[1] if keys is None else len(keys)
+    slots = key_slots(keys, k.shape[1], q.device)
+    size = k.shape[1] if keys is None else len(keys)
     dq = q.new_zeros(dout.shape, dtype=dtype)
     dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], q.shape[3], dtype=wide) for _ in range(2))
     zeros = zero_keys(workload, rows, q.device) if workload.pattern.is_detached else None

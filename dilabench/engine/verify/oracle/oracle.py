@@ -39,7 +39,7 @@ LARGE_SCORES = 30.0
 class SecondCall:
     """What is expected of the calls with other inputs.
 
-    rows: positions of the rows that are compared, spread over the sampled ones. expected: out of each call on them,
+    rows: indices of the rows that are compared, spread over the sampled ones. expected: out of each call on them,
     [b, R', H, D]. ones_error: the largest error of the plain computation on them if v is 1.
     """
 
@@ -85,6 +85,11 @@ class Oracle:
             torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
             for shape in input_shapes(self.workload, self.takes)
         )
+
+    def positions(self, rows: Tensor | None = None) -> Tensor:
+        """The positions of some queries, by default of all: the last positions of the keys."""
+        rows = torch.arange(self.workload.rows) if rows is None else rows
+        return rows + self.workload.first_row
 
     @property
     def out_shape(self) -> torch.Size:
@@ -220,7 +225,7 @@ class Oracle:
         q, k, v = self.inputs
         gain = LARGE_SCORES / (self.workload.softmax_scale * self.workload.head_dim**0.5)
         generator = torch.Generator().manual_seed(self.seed + 3)
-        is_large = torch.randint(0, 2, (self.workload.seq_len, 1, 1), generator=generator).bool()
+        is_large = torch.randint(0, 2, (self.workload.rows, 1, 1), generator=generator).bool()
         # Of the compared rows every second one.
         is_large[self.second.rows] = (torch.arange(len(self.second.rows)) % 2 == 0)[:, None, None]
         return q * torch.where(is_large, gain, gain / LARGE_SCORES).to(q), k, v
@@ -235,7 +240,7 @@ class Oracle:
 
 
 def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype) -> Rows:
-    """The out and lse at `rows`, from q, k, v of [B, N, ·, D], and the natural sizes of results of `dtype`."""
+    """out and lse of the queries `rows`, from q [B, M, H, D] and k, v [B, N, K, D], with natural sizes in `dtype`."""
     return sized_rows(*heads, workload, rows, weight_ulps=eps(accumulation_dtype(dtype)) / eps(dtype))
 
 

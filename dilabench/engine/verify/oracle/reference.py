@@ -14,7 +14,7 @@ from dilabench.workload.spec import Workload
 
 
 class Reference:
-    """The formula, exact and detached gradients, over padded [B, N, H, D] and packed [T, H, D]; computes in float64."""
+    """The formula, exact and detached gradients, over padded [B, M, H, D] and packed [T, H, D]; computes in float64."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -23,11 +23,11 @@ class Reference:
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out in q's dtype, and lse [B, H, N] (packed: [H, T]) in float64, which carries no gradient."""
+        """out in q's dtype, and lse [B, H, M] (packed: [H, T]) in float64, which carries no gradient."""
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
-        rows = torch.arange(self.workload.seq_len, device="cpu")
+        rows = torch.arange(self.workload.rows, device="cpu")
         out, lse = differentiable_rows(q, k, v, self.workload, rows, torch.float64)
         out = out.to(q.dtype)
         return (out[0], lse[0]) if packed else (out, lse)
@@ -49,7 +49,7 @@ def differentiable_rows(
     dtype: torch.dtype,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_rows` for autograd: out [B, N, H, D] is zero outside `rows`, lse is [B, H, R] and carries no gradient.
+    """`attend_rows` for autograd: out [B, M, H, D] is zero outside `rows`, lse is [B, H, R] and carries no gradient.
 
     Gradients depend only on the rows of dout at `rows`. sink: [H], for one softmax whose merge gradient is exact.
     """

@@ -160,7 +160,7 @@ def _sizes_of_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     dtype = TORCH_DTYPE[workload.dtype]
-    slots = key_slots(keys, q.shape[1], q.device)
+    slots = key_slots(keys, k.shape[1], q.device)
     for block in blocks(workload, rows, q):
         queries, block_keys = block.paired(q, k, workload, torch.float64)
         share, doubt = _shares(block, queries, block_keys, lse)

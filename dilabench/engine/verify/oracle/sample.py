@@ -21,8 +21,9 @@ MAX_KEY_VALUES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """batches: [b] indices of the batch axis. rows: [R] query positions, ascending. keys: [S] key positions whose
-    gradients are compared, None for all. `complete`: all rows and batches are in the sample.
+    """batches: [b] indices of the batch axis. rows: [R] indices of queries, ascending; they are positions unless the
+    workload has `query_len`. keys: [S] key positions whose gradients are compared, None for all. `complete`: all rows
+    and batches are in the sample.
     """
 
     batches: Tensor
@@ -41,21 +42,22 @@ def choose_sample(workload: Workload, seed: int) -> Sample:
     pairs = attended_pairs(workload)
     every_batch = torch.arange(workload.batch_size)
     if pairs <= COMPLETE_PAIRS:
-        return Sample(every_batch, torch.arange(workload.seq_len), None, complete=True)
+        return Sample(every_batch, torch.arange(workload.rows), None, complete=True)
     generator = torch.Generator().manual_seed(seed)
     pairs_per_row = max(1, pairs // workload.tokens)
     batches = _bounded(every_batch, max(1, SAMPLE_PAIRS // (pairs_per_row * MIN_ROWS)), generator)
     wanted = SAMPLE_PAIRS // (pairs_per_row * len(batches))
-    rows = _rows(workload, min(workload.seq_len, max(MIN_ROWS, min(MAX_ROWS, wanted))), generator)
+    rows = _rows(workload, min(workload.rows, max(MIN_ROWS, min(MAX_ROWS, wanted))), generator)
     return Sample(batches, rows, _keys(workload, rows, len(batches), generator), complete=False)
 
 
 def _rows(workload: Workload, count: int, generator: torch.Generator) -> Tensor:
-    last = workload.seq_len - 1
-    begins = _bounded(torch.from_numpy(edges(workload)), count // 4, generator)
+    last = workload.rows - 1
+    begins = torch.from_numpy(edges(workload)) - workload.first_row
+    begins = _bounded(begins[begins > 0], max(2, count // 4), generator)
     chosen = torch.cat([torch.tensor([0, last]), begins, begins - 1]).unique()
     missing = count - len(chosen)
-    return torch.cat([chosen, torch.randint(workload.seq_len, (max(0, missing),), generator=generator)]).unique()
+    return torch.cat([chosen, torch.randint(workload.rows, (max(0, missing),), generator=generator)]).unique()
 
 
 def _keys(workload: Workload, rows: Tensor, batches: int, generator: torch.Generator) -> Tensor | None:
@@ -63,7 +65,8 @@ def _keys(workload: Workload, rows: Tensor, batches: int, generator: torch.Gener
     count = max(1024, MAX_KEY_VALUES // values_per_key)
     if count >= workload.seq_len:
         return None
-    return torch.cat([rows, torch.randint(workload.seq_len, (count,), generator=generator)]).unique()
+    positions = rows + workload.first_row
+    return torch.cat([positions, torch.randint(workload.seq_len, (count,), generator=generator)]).unique()
 
 
 def _bounded(values: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -27,8 +27,10 @@ class Attention:
     stride: int = 1
 
     def gated(self, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """out or dout [B, R, H, D] of some rows ([R] on the CPU), times the gates, in `dtype`; as it is without any."""
-        return x if self.gates is None else x.to(dtype) * self.gates[rows][..., None].to(x.device, dtype)
+        """out or dout [B, R, H, D] of some queries ([R] on the CPU), times the gates, in `dtype`; as it is without."""
+        if self.gates is None:
+            return x
+        return x.to(dtype) * self.gates[rows + self.workload.first_row][..., None].to(x.device, dtype)
 
     def keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """k or v [B, N, K, D] as this attention has them: means, computed in `dtype`, and 0 where no mean stands."""
@@ -77,14 +79,14 @@ def is_sum(workload: Workload) -> bool:
 
 
 def out_of_ones(workload: Workload) -> Tensor:
-    """[N, H] float64 on the CPU: what out is where all values are 1 and no zero key is seen.
+    """[M, H] float64 on the CPU: what out is where all values are 1 and no zero key is seen.
 
     A softmax gives 1 to a row that sees a key, and 0 to others; in a sum it is multiplied by its gate.
     """
-    total = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.float64)
+    total = torch.zeros(workload.rows, workload.num_heads, dtype=torch.float64)
     for attention in attentions(workload):
         ones = torch.zeros_like(total)
         for heads in alike_heads(attention.workload):
             ones[:, heads] = torch.from_numpy(covered(attention.workload, heads[0]))[:, None].double()
-        total += ones if attention.gates is None else ones * attention.gates
+        total += ones if attention.gates is None else ones * attention.gates[workload.first_row :]
     return total

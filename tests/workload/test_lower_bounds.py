@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilabench.engine.lower_bounds import least_bytes, reached_rows
 from dilabench.engine.plausibility import suspicions
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.metadata import COPY_KEY
 from dilabench.patterns import dilated as dilated_pattern
 from dilabench.record import Case, Check, Measured, PlannedCase, Row, Slot, Timing, Verification
+from dilabench.workload.lower_bounds import least_bytes, reached_rows
 from dilabench.workload.spec import Workload, tensor_bytes
 
 
