@@ -151,6 +151,8 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
         value = [value]
     if not isinstance(value, list | tuple):
         return value
+    # An option that may be repeated gives a list of such texts.
+    value = [part for item in value for part in (item.split(",") if isinstance(item, str) else [item])]
     return tuple(_read_count(item, info) if isinstance(item, str | int) else item for item in value)
 
 

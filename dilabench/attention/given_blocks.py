@@ -157,7 +157,7 @@ def _over_blocks(
         by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
         plan = SelectedPlan(_with_none_before(by_head, blocks_before, 1), size, length, call.causal, call.window)
         computation = Planned(kernels_for(device, dtype), plan, scale)
-    return InSquare(computation) if before else computation
+    return InSquare(computation, length) if before else computation
 
 
 def _over_sequences(kinds: Kinds, call: Call, indices: Tensor) -> BySequence:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from dilabench.choice.descriptors import FLASH_4, Backend, Capabilities
 from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
+from dilabench.kernels.cpu.compiled import FEW_ROWS
 from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles
 from dilabench.workload.spec import UNBOUNDED, Workload
 
@@ -27,14 +28,15 @@ def _better_by_tiles(workload: Workload) -> str | None:
     """Return why bfloat16 is not multiplied in float32 if the processor has tile registers for it, or None.
 
     On 16 cores of a Xeon with AMX torch's kernel took 0.4 to 0.9 of the time forward. In backward passes and windows,
-    for which it has no kernel, it took as long or longer (docs/results/cpu.md).
+    for which it has no kernel, it took as long or longer (docs/results/cpu.md). Few queries fill no tile.
     """
-    forward = workload.dtype == "bfloat16" and workload.mode == "forward" and workload.window == UNBOUNDED
+    few = workload.query_len is not None and workload.query_len * workload.group_size <= FEW_ROWS
+    forward = workload.dtype == "bfloat16" and workload.mode == "forward" and workload.window == UNBOUNDED and not few
     return "torch's kernel multiplies it in tile registers" if forward and multiplies_bfloat16_tiles() else None
 
 
 ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS)
-WHEREVER = replace(ON_ANY_DEVICE, max_world_size=None)
+WHEREVER = replace(ON_ANY_DEVICE, max_world_size=None, last_rows=True)
 
 # FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
 FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)

@@ -82,7 +82,7 @@ def _of_last_rows(workload: Workload, device: torch.device) -> tuple[Choice, Com
             backend = backend_of(AUTO, both, device) if ways.implementations.get(name).uses_backend else None
             return Choice(name, backend.name if backend else None, "rule"), over(backend, name, both.workload, device)
     choice, square = automatic(workload.replace(query_len=None), device)
-    return choice, InSquare(square)
+    return choice, InSquare(square, workload.seq_len)
 
 
 def calls_backends(workload: Workload) -> bool:

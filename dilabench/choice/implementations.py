@@ -252,6 +252,7 @@ IMPLEMENTATIONS = (
             patterns=SPARSE,
             layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
+            last_rows=True,
             on_cuda=Capabilities(
                 patterns=SPARSE,
                 layouts=BOTH_LAYOUTS,

@@ -148,7 +148,7 @@ class Ways:
         needs of a dense kernel.
         """
         backend = self.backends.get(name or way.backend or "")
-        dense = _of_a_kernel(way.workload)
+        dense = of_a_kernel(way.workload)
         only: tuple[str, ...] = ()
         if way.implementation in self.implementations:
             implementation = self.implementations.get(way.implementation)
@@ -211,7 +211,8 @@ class Ways:
     def reasons_untried_backend(self, way: Candidate, machine: Machine, name: str | None = None) -> tuple[str, ...]:
         """Return why `auto` does not take a backend (by default the way's) for the workload."""
         backend = self.backends.get(name or way.backend or "")
-        called = Way(way.implementation, backend.name, _of_a_kernel(way.workload), way.world_size)
+        of_kernel = of_a_kernel(way.workload).model_copy(update={"query_len": way.workload.query_len})
+        called = Way(way.implementation, backend.name, of_kernel, way.world_size)
         return self._reasons_beyond(backend, backend.tried_for, called, machine)
 
     def _reasons_beyond(
@@ -254,7 +255,7 @@ class Ways:
         return sharding
 
 
-def _of_a_kernel(workload: Workload) -> Workload:
+def of_a_kernel(workload: Workload) -> Workload:
     """Return the workload of the dense kernel that computes a part of this workload.
 
     Implementations give a kernel no mask over fewer queries than keys that it does not align.

@@ -50,6 +50,10 @@ SeqLength = Annotated[
     typer.Option("--seq-length", "--seqlen", metavar="N", help="Tokens per sequence: 4096, 4K, 1M."),
     OldNames(["--seq-len", "--sequence-length"]),
 ]
+QueryLength = Annotated[
+    str | None,
+    typer.Option("--query-len", metavar="M", help="Queries: the last M of the tokens, 1 or 2K (default: every token)."),
+]
 NumHeads = Annotated[
     str | None,
     typer.Option("--num-heads", "--nheads", metavar="H", help="Query heads."),
@@ -121,6 +125,7 @@ def workload_fields(
     head_dim: str | None,
     dtype: str | None,
     mode: str | None,
+    query_len: str | None = None,
 ) -> dict[str, Any]:
     """The fields of WorkloadRequest that the short options set."""
     return given(
@@ -131,6 +136,7 @@ def workload_fields(
         head_dim=head_dim,
         dtype=dtype,
         mode=mode,
+        query_len=query_len,
     )
 
 

@@ -10,24 +10,24 @@ common rounds the ratio proves nothing.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import log, log1p
 from statistics import fmean, stdev
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from dilabench.comparison.pairing import common_timings, pair_many
-from dilabench.metadata import COPY_KEY, NOTES, WAY, peak_flops
+from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
-from dilabench.workload.lower_bounds import least_bytes, least_flops
+from dilabench.workload.lower_bounds import least_bytes
 from dilabench.workload.spec import flops
 
 # More pairs, or samples, at once save no more time, and each takes memory.
@@ -37,13 +37,6 @@ Side = Literal["baseline", "candidate"]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
 _LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
-
-
-class Bound(NamedTuple):
-    """A ceiling of the device, 'memory' (of a copy) or 'compute' (of a matrix product), and the share reached."""
-
-    name: str
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +120,6 @@ class RowView:
         """The least bytes of a call (`workload.lower_bounds`) per second, at the median: q, k and v read once, out
         written."""
         return least_bytes(self.row.case.workload) / self.median_ns * 1e9
-
-    def nearer_bound(self, ceilings: Mapping[str, float]) -> Bound | None:
-        """The measured ceiling of which the least work takes the larger share of the median; None without ceilings."""
-        workload, seconds = self.row.case.workload, self.median_ns * 1e-9
-        found = [
-            Bound(name, work / seconds / ceiling)
-            for name, work, ceiling in (
-                ("memory", least_bytes(workload), ceilings.get(COPY_KEY)),
-                ("compute", least_flops(workload), peak_flops(ceilings, workload.dtype)),
-            )
-            if ceiling
-        ]
-        return max(found, key=lambda bound: bound.share, default=None)
 
     @property
     def memory(self) -> Memory | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from dilabench.choice.descriptors import unmet, wrong_device
-from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
+from dilabench.conformance.odd_workloads import has_empty_rows, odd_last_rows_of, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
 from dilabench.engine.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
 from dilabench.machine import Machine
@@ -87,7 +87,7 @@ def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Cas
     ranks = supports.max_world_size is None or supports.max_world_size >= RANKS
     seen: set[str] = set()
     for kind in kinds:
-        odd = list(odd_workloads_of(kind, base))
+        odd = [*odd_workloads_of(kind, base), *odd_last_rows_of(kind, base)]
         # A sequence that can be halved, and one whose length is a prime.
         samples = [workload for workload in odd if workload.seq_len in (96, 97) and workload.layout == "padded"][:2]
         varied = [workload.replace(dtype=dtype) for workload in samples for dtype in get_args(DType)]
@@ -134,6 +134,7 @@ def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
     yield of("fewer key/value heads (GQA)", lambda workload: workload.num_kv_heads < workload.num_heads)
     yield of("an explicit scale", lambda workload: workload.scale is not None)
     yield of("a single token", lambda workload: workload.seq_len == 1)
+    yield of("queries that are the last rows of their keys", lambda workload: workload.query_len is not None)
     yield of("rows without a key", has_empty_rows)
     yield of("grouped heads", lambda workload: workload.pattern.has_grouped_heads)
     yield of("detached merge", lambda workload: workload.pattern.is_detached)

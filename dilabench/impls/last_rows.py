@@ -14,37 +14,38 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, LoadedBackend
-from dilabench.impls.one_operator import Computation
+from dilabench.impls.one_operator import AttentionComputation, Computation
 from dilabench.impls.operator_rules import empty_results
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import UNBOUNDED, Window
 
 
-@dataclass(frozen=True, slots=True)
-class InSquare:
-    """`Computation` of the last rows by that of all rows, `inside`, with queries of zeros before them.
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class InSquare(AttentionComputation):
+    """The last rows by the computation `inside` of more rows, or all, with queries of zeros before them.
 
-    Rows before get no gradient, and so give none to keys and values. Takes the time and memory of the square.
+    Rows before get no gradient, and so give none to keys and values. Takes the time and memory of all `length` rows.
     """
 
     inside: Computation
+    length: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [B, M, H, D] and lse [B, H, M] of q [B, M, H, D] and k, v [B, N, K, D]."""
-        rows, keys = q.shape[1], k.shape[1]
-        out, lse = self.inside.forward(_with_rows_before(q, keys), k, v)[:2]
-        return out[:, keys - rows :].contiguous(), lse[..., keys - rows :].contiguous()
+        before = self.length - q.shape[1]
+        out, lse = self.inside.forward(_with_rows_before(q, self.length), k, v)[:2]
+        return out[:, before:].contiguous(), lse[..., before:].contiguous()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq [B, M, H, D], dk and dv [B, N, K, D]."""
-        rows, keys = q.shape[1], k.shape[1]
-        dout, q, out = (_with_rows_before(x, keys) for x in (dout, q, out))
+        before = self.length - q.shape[1]
+        dout, q, out = (_with_rows_before(x, self.length) for x in (dout, q, out))
         # With scores of 0 and an lse of 0, weights stay finite.
-        lse = torch.nn.functional.pad(lse, (keys - rows, 0))
+        lse = torch.nn.functional.pad(lse, (before, 0))
         dq, dk, dv = self.inside.backward(dout, q, k, v, out, lse)
-        return dq[:, keys - rows :].contiguous(), dk, dv
+        return dq[:, before:].contiguous(), dk, dv
 
 
 def _with_rows_before(x: Tensor, length: int) -> Tensor:

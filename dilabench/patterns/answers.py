@@ -5,10 +5,10 @@ No torch; numpy is imported on use, because `--help` imports this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -322,3 +322,60 @@ def keys_between(part: range | Positions, first: Positions, stop: Positions) -> 
 def counted_once(count: Callable[[Any, SequenceShape], Pairs], pattern: Hashable, shape: SequenceShape) -> Pairs:
     """The pairs that `count` gives: every case over a workload asks for them."""
     return count(pattern, shape)
+
+
+class Counted(Protocol):
+    """The definition of a pattern (`pattern.Pattern`)."""
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]: ...
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable: ...
+
+
+def counted_pairs(pattern: Counted, shape: SequenceShape) -> Pairs:
+    """Attended pairs, and distinct ones, over all query heads."""
+    import numpy as np
+
+    alike: dict[Hashable, list[int]] = {}
+    for head in range(shape.num_heads):
+        alike.setdefault(pattern.head_key(shape, head), []).append(head)
+    attended = least = 0
+    for heads in alike.values():
+        for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
+            first, stop = shape.bounds(group.rows)
+            counted = [int(keys_between(part, first, stop).sum()) for part in group.parts]
+            attended += len(heads) * sum(counted)
+            least += len(heads) * (
+                int(keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
+            )
+    return Pairs(attended, least)
+
+
+@lru_cache(maxsize=4096)
+def counted_last_rows(pattern: Counted, shape: SequenceShape, rows: int) -> LastRows:
+    """Count the pairs of the last rows and the keys that they see, once for key/value heads with the same keys."""
+    import numpy as np
+
+    group = shape.num_heads // shape.num_kv_heads
+    of_kv_heads: dict[tuple[Hashable, ...], list[int]] = {}
+    for kv_head in range(shape.num_kv_heads):
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        of_kv_heads.setdefault(tuple(pattern.head_key(shape, head) for head in heads), []).append(kv_head)
+    attended = least = queries = keys = 0
+    positions = np.arange(shape.length - rows, shape.length)
+    for of_heads, alike in of_kv_heads.items():
+        reached = np.zeros(shape.length, bool)
+        for key in dict.fromkeys(of_heads):
+            head = alike[0] * group + of_heads.index(key)
+            times = len(alike) * of_heads.count(key)
+            for grouped in pattern.counts(shape, head, positions):
+                first, stop = shape.bounds(grouped.rows)
+                distinct = grouped.keys()
+                seen = keys_between(distinct, first, stop)
+                attended += times * sum(int(keys_between(part, first, stop).sum()) for part in grouped.parts)
+                least += times * int(seen.sum())
+                queries += times * int((seen > 0).sum())
+                # Both bounds ascend, so the last row that begins at a key or before it is the one that ends last.
+                last = first.searchsorted(distinct, "right") - 1
+                reached[distinct[(last >= 0) & (distinct < stop[last])]] = True
+        keys += len(alike) * int(reached.sum())
+    return LastRows(Pairs(attended, least), queries, keys)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -32,7 +31,7 @@ from dilabench.patterns.answers import SequenceShape as SequenceShape
 from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
 from dilabench.patterns.answers import ZeroKeys as ZeroKeys
-from dilabench.patterns.answers import counted_once, holds, keys_between
+from dilabench.patterns.answers import counted_last_rows, counted_once, counted_pairs, holds, keys_between
 from dilabench.units import format_count
 from dilabench.validation import Model, describe, validated
 
@@ -197,11 +196,11 @@ class Pattern(Model, ABC):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """The number of attended pairs, under causal mask and window."""
-        return counted_once(_counted_pairs, self, shape)
+        return counted_once(counted_pairs, self, shape)
 
     def last_rows(self, shape: SequenceShape, rows: int) -> LastRows:
         """The pairs of the last `rows` rows alone, under causal mask and window, and what they reach."""
-        return _counted_last_rows(self, shape, rows)
+        return counted_last_rows(self, shape, rows)
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """Computed pairs / pairs of full attention under the same mask and window.
@@ -411,56 +410,6 @@ def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float 
     if not causal:
         return tuple(cells)
     return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
-
-
-def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
-    """Attended pairs, and distinct ones, over all query heads."""
-    import numpy as np
-
-    alike: dict[Hashable, list[int]] = {}
-    for head in range(shape.num_heads):
-        alike.setdefault(pattern.head_key(shape, head), []).append(head)
-    attended = least = 0
-    for heads in alike.values():
-        for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
-            first, stop = shape.bounds(group.rows)
-            counted = [int(keys_between(part, first, stop).sum()) for part in group.parts]
-            attended += len(heads) * sum(counted)
-            least += len(heads) * (
-                int(keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
-            )
-    return Pairs(attended, least)
-
-
-@lru_cache(maxsize=4096)
-def _counted_last_rows(pattern: Pattern, shape: SequenceShape, rows: int) -> LastRows:
-    """Count the pairs of the last rows and the keys that they see, once for key/value heads with the same keys."""
-    import numpy as np
-
-    group = shape.num_heads // shape.num_kv_heads
-    of_kv_heads: dict[tuple[Hashable, ...], list[int]] = {}
-    for kv_head in range(shape.num_kv_heads):
-        heads = range(kv_head * group, (kv_head + 1) * group)
-        of_kv_heads.setdefault(tuple(pattern.head_key(shape, head) for head in heads), []).append(kv_head)
-    attended = least = queries = keys = 0
-    positions = np.arange(shape.length - rows, shape.length)
-    for of_heads, alike in of_kv_heads.items():
-        reached = np.zeros(shape.length, bool)
-        for key in dict.fromkeys(of_heads):
-            head = alike[0] * group + of_heads.index(key)
-            times = len(alike) * of_heads.count(key)
-            for grouped in pattern.counts(shape, head, positions):
-                first, stop = shape.bounds(grouped.rows)
-                distinct = grouped.keys()
-                seen = keys_between(distinct, first, stop)
-                attended += times * sum(int(keys_between(part, first, stop).sum()) for part in grouped.parts)
-                least += times * int(seen.sum())
-                queries += times * int((seen > 0).sum())
-                # Both bounds ascend, so the last row that begins at a key or before it is the one that ends last.
-                last = first.searchsorted(distinct, "right") - 1
-                reached[distinct[(last >= 0) & (distinct < stop[last])]] = True
-        keys += len(alike) * int(reached.sum())
-    return LastRows(Pairs(attended, least), queries, keys)
 
 
 def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:

@@ -101,12 +101,17 @@ class Answer:
             return "Nothing was measured."
         by_workload = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
         if len(by_workload) > MAX_WORKLOADS:
-            return "\n".join(_counts(self.rows))
+            return self.counts
         return "\n".join(
             line
             for rows in by_workload
             for line in _lines(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
         )
+
+    @property
+    def counts(self) -> str:
+        """How many workloads each implementation is fastest in, and in a further line full attention, if measured."""
+        return "\n".join(_counts(self.rows))
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns without information are omitted.

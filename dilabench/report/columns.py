@@ -163,7 +163,10 @@ def _median(line: DisplayRow) -> str:
 
 def _bound(line: DisplayRow) -> str:
     """The nearer ceiling and the share of it: 'memory 81 %'."""
-    bound = line.view and line.view.nearer_bound(line.ceilings)
+    # Statistics take a while to load, and columns of stored figures need none.
+    from dilabench.comparison.bounds import nearer_bound
+
+    bound = line.view and nearer_bound(line.view, line.ceilings)
     return f"{bound.name} {percent_text(bound.share)}" if bound else ABSENT
 
 

@@ -8,9 +8,10 @@ from dilabench.workload.spec import Workload
 def cut_length(workload: Workload) -> int | None:
     """Return the smallest number of tokens whose multiples are cuts.
 
-    None if there is no cut: the pattern has none, sequences are packed, or the first one is beyond the end.
+    None if there is no cut: the pattern has none, sequences are packed, the first one is beyond the end, or the queries
+    are fewer than the keys.
     """
-    length = workload.pattern.cut_length
+    length = workload.pattern.cut_length if workload.query_len is None else None
     return length if length is not None and workload.layout == "padded" and length < workload.seq_len else None
 
 
@@ -22,6 +23,8 @@ def uncut_step(workload: Workload, ranks: int) -> int:
 def why_uncut(workload: Workload) -> str:
     """Return why `cut_length` is None, for a row that needs cuts."""
     pattern = workload.pattern
+    if workload.query_len is not None:
+        return f"{workload.queries_label()} of {workload.seq_len} keys: only sequences with every query are cut"
     if pattern.has_zero_keys:
         return f"{pattern.label()} has no cut: a separate part would attend other zero keys"
     if pattern.cut_length is None:

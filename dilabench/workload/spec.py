@@ -7,9 +7,7 @@ The function that a workload names is written down in docs/explanation/semantics
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -37,6 +35,7 @@ from dilabench.patterns.registry import (
 )
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
+from dilabench.workload.batch_notation import with_batch_fields
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -246,6 +245,11 @@ class Workload(_Shaped):
             return self.pattern.density_of(self.shapes)
         return attended_pairs(self) / attended_pairs(self.as_dense())
 
+    @property
+    def positions(self) -> int:
+        """Tokens that have keys and values in one call (B·N)."""
+        return self.batch_size * self.seq_len
+
     def replace(self, **changes: Any) -> "Workload":
         """A validated copy with the fields changed."""
         return Workload.model_validate({**dict(self), **changes})
@@ -311,7 +315,7 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     """Bytes of q, k, v, out and lse of the workload; k and v count once, however many queries read them."""
     item = DTYPE_BYTES[workload.dtype]
     query = workload.tokens * workload.num_heads * workload.head_dim * item
-    key = workload.batch_size * workload.seq_len * workload.num_kv_heads * workload.head_dim * item
+    key = workload.positions * workload.num_kv_heads * workload.head_dim * item
     lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
@@ -321,7 +325,7 @@ class WorkloadRequest(_Shaped):
 
     Presets, TOML files, `--set` and the short options all fill this one model. It also takes the fields of every
     installed pattern (`Pattern.request_model`): the requested pattern uses its fields, the others apply if a suite
-    measures their pattern. `batch="2q2k_4q512"` is the packed layout of these sequences (`_packed_fields`). `resolve`
+    measures their pattern. `batch="2q2k_4q512"` stands for other fields (`batch_notation`). `resolve`
     returns the Workload, which differs only in the fields that are `auto` here.
     """
 
@@ -372,7 +376,7 @@ class WorkloadRequest(_Shaped):
         if not isinstance(data, dict):
             return data
         if "batch" in data or data.get("cu_seqlens"):
-            data = _with_packed_fields(data)
+            data = with_batch_fields(data)
         kind_name = data.get("pattern", DEFAULT_PATTERN)
         fields_of_kind = (
             pattern_type(kind_name).request_model().model_fields.keys() - {"kind"}
@@ -427,67 +431,3 @@ class WorkloadRequest(_Shaped):
         if self.dtype == "auto":
             fields["dtype"] = auto_dtype
         return validated(Workload, fields)
-
-
-# vLLM's notation for a batch of requests (its benchmarks/attention_benchmarks): 2q2k_4q512, which is
-# (count)q(queries)(k)(s(sequence)(k)): count defaults to 1, the sequence to the queries, k is 1024.
-_REQUESTS = re.compile(r"(?P<count>\d{1,6})?q(?P<queries>\d{1,9}k?)(?:s(?P<sequence>\d{1,9}k?))?")
-# A larger number would be a typing error.
-MOST_REQUESTS = 2**16
-GIVEN_BY_BATCH = ("layout", "seq_len", "cu_seqlens", "batch_size")
-
-
-def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace `batch` in a request by the fields it stands for. Bounds alone determine layout and length.
-
-    Raises ValueError if `batch` is given together with one of these fields.
-    """
-    if "batch" in data:
-        clash = sorted(data.keys() & set(GIVEN_BY_BATCH))
-        if clash:
-            raise ValueError(f"batch={data['batch']!r} determines {clash[0]}; omit one of the two")
-        return {name: value for name, value in data.items() if name != "batch"} | _packed_fields(data["batch"])
-    bounds = data.get("cu_seqlens")
-    if isinstance(bounds, str):
-        bounds = bounds.strip("()[] ").split(",")
-    if isinstance(bounds, list | tuple) and bounds:
-        return {"layout": "packed", "seq_len": bounds[-1], **data}
-    return data
-
-
-def _packed_fields(text: Any) -> dict[str, Any]:
-    """Return the fields of a packed workload whose sequences are the batch's requests, in their order.
-
-    Raises ValueError for a text outside the grammar, and for requests with more keys than queries (decoding, extending
-    a cache): a workload has equally many of both.
-    """
-    lengths = list(_lengths(str(text)))
-    return {
-        "layout": "packed",
-        "batch_size": 1,
-        "seq_len": sum(lengths),
-        "cu_seqlens": (0, *accumulate(lengths)),
-    }
-
-
-def _lengths(text: str) -> Iterator[int]:
-    total = 0
-    for part in text.strip().lower().split("_"):
-        match = _REQUESTS.fullmatch(part)
-        count, queries = (int(match["count"] or 1), _tokens(match["queries"])) if match else (0, 0)
-        total += count
-        if match is None or not count or not queries or total > MOST_REQUESTS:
-            raise ValueError(
-                f"batch {text!r}: {part!r} must be like 2q2k (two sequences of 2048 tokens), parts joined by '_', "
-                f"up to {MOST_REQUESTS} sequences in all"
-            )
-        if match["sequence"] and _tokens(match["sequence"]) != queries:
-            raise ValueError(
-                f"batch {text!r}: {part!r} has {queries} queries over {match['sequence']} keys of a cache; a "
-                "workload has as many queries as keys, so omit that part (decoding is not measured)"
-            )
-        yield from (queries,) * count
-
-
-def _tokens(text: str) -> int:
-    return int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)

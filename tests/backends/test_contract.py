@@ -81,9 +81,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: Window, scale: 
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    i = torch.arange(q.shape[1], device=q.device).unsqueeze(1)
+    i = torch.arange(q.shape[1], device=q.device).unsqueeze(1) + max(0, k.shape[1] - q.shape[1])
     j = torch.arange(k.shape[1], device=q.device)
-    seen = (j <= i + max(0, k.shape[1] - q.shape[1])) | torch.tensor(not causal, device=q.device)
+    seen = (j <= i) | torch.tensor(not causal, device=q.device)
     if window[0] >= 0:
         seen = seen & (j >= i - window[0])
     if window[1] >= 0:
@@ -235,14 +235,17 @@ def test_more_or_fewer_keys_than_queries(backend: Backend, device: str, dtype: s
         compare(backend, device, dtype, shape, False, UNBOUNDED, layout)
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, UNBOUNDED), (True, (1, 0)), (False, (1, 0))])
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND_ON_DEVICE_IN_DTYPE)
-def test_a_causal_mask_over_fewer_queries_than_keys(backend: Backend, device: str, dtype: str) -> None:
+def test_a_mask_over_fewer_queries_than_keys(
+    backend: Backend, device: str, dtype: str, causal: bool, window: Window
+) -> None:
     for shape, layout in shapes_and_layouts(backend, FEWER_QUERIES, ("contiguous", "every_third")):
         if backend.aligns_ends:
-            compare(backend, device, dtype, shape, True, UNBOUNDED, layout)
+            compare(backend, device, dtype, shape, causal, window, layout)
         else:
             with pytest.raises(ValueError, match="under a mask their numbers must be equal"):
-                compare(backend, device, dtype, shape, True, UNBOUNDED, layout)
+                compare(backend, device, dtype, shape, causal, window, layout)
 
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), PLACING_ON_DEVICE_IN_DTYPE)

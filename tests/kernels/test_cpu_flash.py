@@ -57,7 +57,10 @@ def agrees(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **mask: object) -> Non
 def random_call(draw: random.Random) -> None:
     key_heads, queries = draw.choice((1, 2, 3)), draw.randrange(1, 300)
     causal, window = draw.choice(MASKS)
-    keys = queries if causal or window != (-1, -1) else draw.randrange(1, 300)
+    if draw.random() < 0.4:
+        # Few of them are computed otherwise.
+        queries = draw.randrange(1, 9)
+    keys = draw.randrange(queries if causal or window != (-1, -1) else 1, 300)
     dim, dtype = draw.choice((1, 5, 16, 24, 40, 48, 64, 100, 128, 200)), draw.choice((torch.float32, *TOLERANCES))
     given = operands(draw.choice((1, 2)), queries, keys, key_heads * draw.choice((1, 2)), key_heads, dim, dtype)
     agrees(*given, causal=causal, window=window, scale=dim**-0.5)
@@ -99,6 +102,35 @@ def compiled_for(monkeypatch: pytest.MonkeyPatch, folder: Path, option: str) -> 
 
 def test_the_last_queries_stand_at_the_last_keys(threads: int) -> None:
     agrees(*operands(2, 70, 200, 2, 1, 32, torch.float32), causal=True, scale=0.2)
+
+
+@pytest.mark.parametrize("dtype", flash.TYPES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_queries_are_merged_as_many_are(
+    threads: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Onto results of other keys, of which some rows have none; keys may lie head by head."""
+    q, k, v, _ = operands(2, 3, 700, 4, 2, 40, dtype)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    out, lse = torch.randn(2, 3, 4, 40), torch.randn(2, 4, 3)
+    out[0, 0], lse[0, :, 0] = 0.0, -torch.inf
+    mask, results = Mask(500, 0, 0.2, count), []
+    for few in (flash.FEW_ROWS, 0):
+        monkeypatch.setattr(flash, "FEW_ROWS", few)
+        results.append(flash.attend(q, k, v, mask, out.clone(), lse.clone(), onto=True))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_few_queries_see_what_is_no_number_only_where_it_is_visible(value: float, threads: int) -> None:
+    q, k, v, _ = operands(1, 2, 300, 2, 2, 32, torch.float32)
+    wanted = flash.attend(q, k, v, Mask(9, 0, 0.2))
+    for x in (k, v):
+        x[:, :200], x[:, 299] = value, value
+    out, lse = flash.attend(q, k, v, Mask(9, 0, 0.2))
+    torch.testing.assert_close(lse[..., 0], wanted[1][..., 0])
+    assert not out[:, 1].isfinite().any()
 
 
 def test_queries_that_see_nothing(threads: int) -> None:
@@ -191,3 +223,6 @@ def test_a_thread_takes_as_much_room_as_it_is_given(dim: int) -> None:
     assert library.flash_forward_room(dim) == flash.forward_room(dim)
     assert library.flash_backward_room(dim, ctypes.c_int64(77)) == flash.backward_room(dim, 77)
     assert flash.forward_room(dim) % 16 == flash.backward_room(dim, 77) % 16 == 0
+    library.flash_few_room.restype = ctypes.c_int64
+    assert library.flash_few_room(ctypes.c_int64(3), ctypes.c_int64(5), dim) == flash.few_room(3, 5, dim)
+    assert flash.few_room(3, 5, dim) % 16 == 0

@@ -1,4 +1,4 @@
-"""vLLM's grammar of batches names packed workloads; what they cannot say is refused."""
+"""vLLM's grammar of batches names packed workloads, and last rows over a cache; what they cannot say is refused."""
 
 import pytest
 
@@ -31,9 +31,20 @@ def test_a_batch_is_a_packed_workload(text, bounds):
 
 
 @pytest.mark.parametrize(
+    ("text", "shape"), [("64q1s32k", (64, 1, 32768)), ("q2ks128k", (1, 2048, 131072)), ("8Q4S97", (8, 4, 97))]
+)
+def test_queries_over_a_cache_are_its_last_rows(text, shape):
+    found = workload(f"batch={text}", "num_heads=4")
+    assert (found.layout, found.batch_size, found.query_len, found.seq_len) == ("padded", *shape)
+
+
+@pytest.mark.parametrize(
     ("assignments", "why"),
     [
-        (("batch=2q2k_32q1s1k",), "'32q1s1k' has 1 queries over 1k keys of a cache; a workload has as many"),
+        (("batch=2q2k_32q1s1k",), "'32q1s1k' has 1 queries over 1024 keys of a cache; such a workload has sequences"),
+        (("batch=32q1s1k_8q1s2k",), "'32q1s1k' has 1 queries over 1024 keys of a cache"),
+        (("batch=q2ks1k",), "query_len 2048 is more than seq_len 1024"),
+        (("batch=32q1s1k", "query_len=2"), "batch='32q1s1k' determines query_len; omit one of the two"),
         (("batch=2k",), "'2k' must be like 2q2k"),
         (("batch=0q5",), "'0q5' must be like 2q2k"),
         (("batch=q2k__q1",), "'' must be like 2q2k"),

@@ -105,6 +105,15 @@ SPARSE_CONFIGS = {
         {"document_lengths": (1024, 8192, 2048, 4096, 1500, 6000, 3000)},
     ),
 }
+# name: H, K, D, N, queries, window, kind of pattern
+DECODE_CONFIGS = {
+    "llama3_8b_decode": (32, 8, 128, 32768, 1, (-1, -1), "dense"),
+    "llama3_70b_tp8_decode": (8, 1, 128, 32768, 1, (-1, -1), "dense"),
+    "gpt_oss_decode": (64, 8, 64, 32768, 1, (127, 0), "dense"),
+    "longnet_decode": (16, 16, 64, 131072, 1, (-1, -1), "dilated"),
+    "speculative_4": (32, 8, 128, 32768, 4, (-1, -1), "dense"),
+    "chunked_prefill_2k": (32, 8, 128, 131072, 2048, (-1, -1), "dense"),
+}
 SETS = {
     "correctness": ("tiny", "small", "medium"),
     "performance": ("medium", "large"),
@@ -129,6 +138,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         *PACKED_CONFIGS,
         *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
+        *DECODE_CONFIGS,
         "selected_small",
         *SETS,
     }
@@ -175,6 +185,21 @@ def test_sparse_configurations(catalogue):
         assert shape == (1, heads, kv_heads, 128, length), name
         assert (workload.dtype, workload.causal, workload.pattern.kind) == ("bfloat16", causal, kind), name
         assert {key: getattr(workload.pattern, key) for key in fields} == fields, name
+
+
+@pytest.mark.parametrize("name", DECODE_CONFIGS)
+def test_decoding_configurations(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    assert (
+        workload.num_heads,
+        workload.num_kv_heads,
+        workload.head_dim,
+        workload.seq_len,
+        workload.query_len,
+        workload.window,
+        workload.pattern.kind,
+    ) == DECODE_CONFIGS[name]
+    assert (workload.batch_size, workload.dtype, workload.causal) == (1, "bfloat16", True)
 
 
 def test_another_name_of_a_preset_is_the_same_workload(catalogue):

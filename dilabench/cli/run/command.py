@@ -68,6 +68,7 @@ def run(
     custom_lengths: own.CustomLengths = None,
     batch_size: shared.BatchSize = None,
     seq_length: shared.SeqLength = None,
+    query_len: shared.QueryLength = None,
     num_heads: shared.NumHeads = None,
     num_kv_heads: shared.NumKvHeads = None,
     head_dim: shared.HeadDim = None,
@@ -125,7 +126,7 @@ def run(
         require_github()
     shared.require_one_format(as_json, names(formats))
     found = discovered(strict_plugins)
-    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode, query_len)
     blocks = given(density=density, sparsity=sparsity, block_size=block_size, mask_file=mask_file and str(mask_file))
     workload |= {"pattern": kind_with_fields(blocks), **blocks} if blocks else {}
     settings = given(

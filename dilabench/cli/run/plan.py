@@ -77,6 +77,7 @@ def plan(
     assignments: shared.Assignments = None,
     lengths: Lengths = None,
     batch_sizes: BatchSizes = None,
+    query_len: shared.QueryLength = None,
     num_heads: shared.NumHeads = None,
     num_kv_heads: shared.NumKvHeads = None,
     head_dim: shared.HeadDim = None,
@@ -101,7 +102,7 @@ def plan(
     budget_s = None if budget is None else parse_duration(budget)
     given_bytes = None if memory is None else parse_bytes(memory)
     counts = [parse_count(length, "length") for length in names(lengths)]
-    workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
+    workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode, query_len)
     if suite is not None and (check or memory or batch_sizes):
         raise ConfigError(f"--check, --memory and --batch-size are for `plan` without a suite; leave {suite!r} out")
     request = run_request(
@@ -243,7 +244,7 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
             skipped.setdefault(why, []).append(case.case.implementation)
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
-        per_token = f"{found.peak_bytes * case.case.world_size / workload.tokens:.0f}"
+        per_token = f"{found.peak_bytes * case.case.world_size / workload.positions:.0f}"
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])

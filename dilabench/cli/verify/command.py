@@ -38,6 +38,7 @@ def verify(
     lengths: Lengths = None,
     batch_size: shared.BatchSize = None,
     seq_length: shared.SeqLength = None,
+    query_len: shared.QueryLength = None,
     num_heads: shared.NumHeads = None,
     num_kv_heads: shared.NumKvHeads = None,
     head_dim: shared.HeadDim = None,
@@ -54,7 +55,7 @@ def verify(
 ) -> None:
     """Check outputs and gradients against the oracle. Exit code 5 when any is wrong, 4 when a check itself fails."""
     found = discovered(strict_plugins)
-    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
+    workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode, query_len)
     request = run_request(
         found.catalogue,
         suite="verify",

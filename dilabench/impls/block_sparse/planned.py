@@ -88,6 +88,27 @@ def whole_plan(workload: Workload) -> BlockPlan | None:
     return plan_of_columns(shape, hidden)
 
 
+def plan_of_last_rows(workload: Workload) -> BlockPlan | None:
+    """The plan of `whole_plan` for queries that are the last rows of their keys: of a mask of blocks, for all rows from
+    the block on in which the first query lies. Causal mask and window become bounds of columns.
+    """
+    (shape,) = workload.shapes
+    first, blocks = workload.first_row, workload.pattern.whole_blocks(shape)
+    hidden = None if blocks is not None else workload.pattern.hidden_rows(shape)
+    if blocks is not None:
+        size, mask = blocks.block_size, blocks.mask[:, first // blocks.block_size :]
+        first -= first % size
+    elif hidden is not None:
+        size = COLUMN_BLOCK
+        mask = np.broadcast_to(np.True_, (1, -(-(shape.length - first) // size), -(-shape.length // size)))
+    else:
+        return None
+    if hidden is None:
+        hidden = HiddenRows.of(shape.length, (np.zeros(shape.length, np.int64),) * 2)
+    rows, keys = np.arange(first, shape.length), np.arange(shape.length)
+    return BlockPlan(mask, size, len(rows), False, key_rows=len(keys), hidden=hidden.over(shape, rows, keys))
+
+
 def plan_of_columns(shape: SequenceShape, hidden: HiddenRows, keys: int | None = None) -> BlockPlan:
     """The plan of rows that keys are hidden from. keys: their number, if they are no tokens; no causal mask then."""
     length = shape.length if keys is None else keys

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -259,6 +260,9 @@ void copy_rows(const T* from, int64_t stride, int count, int D, float factor, fl
   }
 }
 
+// A row in vectors of any width.
+int whole_vectors(int D) { return (D + 15) / 16 * 16; }
+
 // Rows of `width` numbers, of which the first D are added to what is there or put in its place.
 void put_rows(const float* from, int width, int64_t count, int D, float* to, int64_t stride, bool add) {
   for (int64_t r = 0; r < count; ++r) {
@@ -349,11 +353,13 @@ struct Call {
   Hidden hidden;
   float scale, log_count;  // of how often each key counts
   int32_t threads, onto;   // onto: results are merged with, gradients added to what is there
-  float* room;  // `of_thread` numbers for each thread
+  float* room;  // `of_thread` numbers for each thread, and behind them the partial results of few queries
   int64_t of_thread;
   Parallel parallel;  // or null
+  int64_t parts;  // of the keys, if queries are few; else 0
 
   int64_t group() const { return heads / key_heads; }
+  int64_t few() const { return group() * queries; }  // rows that share keys, if queries are few
   int64_t blocks() const { return (queries + block - 1) / block; }
 };
 
@@ -560,6 +566,149 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
   });
 }
 
+// ---- Forward of few queries ---------------------------------------------------------------------------------------
+//
+// The rows that share a head of keys are computed together, and an item is a part of the keys with all heads, because
+// the keys of a token often follow each other in memory. Scores have keys in the lanes, results have channels. Parts are
+// merged at the end.
+
+// A row of few queries while it is computed: its result in whole vectors, then the maximum and the sum of its weights.
+constexpr int BEHIND_ROW = 16;
+constexpr int LINE = 64;  // bytes of a cache
+
+struct FewRoom {
+  float *q, *keys, *values, *scores;  // [all rows][width], [KEYS][width] twice, [rows][KEYS]
+  FewRoom(Room& room, int64_t heads, int64_t rows, int width)
+      : q(room.take(heads * rows * width)), keys(room.take(KEYS * width)), values(room.take(KEYS * width)),
+        scores(room.take(rows * KEYS)) {}
+};
+
+// Rows of whole vectors in float32: as they are, or a copy.
+template <class T>
+Left whole_rows(const T* from, int64_t stride, int n, int D, int width, float* to) {
+  if constexpr (std::is_same_v<T, float>)
+    if (D == width) return {from, stride, 1};
+  copy_rows(from, stride, n, D, 1.f, to, width);
+  return {to, width, 1};
+}
+
+// scores[key] of one row with n keys.
+void score(const float* q, Left keys, int n, int width, float* scores) {
+  for (int m = 0; m < n; m += LANES) {
+    Floats x[LANES];
+    for (int i = 0; i < LANES; ++i) {
+      const float* key = keys.at + std::min(m + i, n - 1) * keys.row;
+      Floats sum = {};
+      for (int d = 0; d < width; d += LANES) sum += load(q + d) * load(key + d);
+      x[i] = sum;
+    }
+    turn_over(x);
+    for (int i = 1; i < LANES; ++i) x[0] += x[i];
+    store(scores + m, x[0]);
+  }
+}
+
+// Scores of keys from `begin` to before `end` become weights against a new maximum, others 0; returns what older sums
+// have to be multiplied by.
+float weigh(float* scores, int begin, int end, float* max_and_sum) {
+  const float before = max_and_sum[0];
+  std::fill_n(scores, begin, -INFINITY);
+  std::fill(scores + end, scores + KEYS, -INFINITY);
+  Floats maxima = all(before), sums = {};
+  for (int m = 0; m < KEYS; m += LANES) {
+    const Floats x = load(scores + m);
+    maxima = x > maxima ? x : maxima;
+  }
+  float max = before;
+  for (int i = 0; i < LANES; ++i) max = std::max(max, maxima[i]);
+  const float against = max == -INFINITY ? 0 : max;
+  for (int m = 0; m < KEYS; m += LANES) {
+    const Floats weight = exp2(load(scores + m) - against);
+    store(scores + m, weight);
+    sums += weight;
+  }
+  const float factor = exp2(all(before - against))[0];
+  float sum = max_and_sum[1] * factor;
+  for (int i = 0; i < LANES; ++i) sum += sums[i];
+  max_and_sum[0] = max, max_and_sum[1] = sum;
+  return factor;
+}
+
+template <class T>
+void forward_of_few(const Call& call, Operand<const T> q, Operand<const T> k, Operand<const T> v, Operand<float> out,
+                    Lse lse) {
+  const int D = (int)call.head_dim, width = whole_vectors(D), rows = (int)call.few();
+  const int64_t of_row = width + BEHIND_ROW, all_rows = call.key_heads * rows;
+  float* partial = call.room + call.threads * call.of_thread;
+  const int64_t first = call.band.begin(call.first_at);
+  const int64_t end = call.band.end(call.first_at + call.queries - 1, call.keys);
+  const int64_t of_part = (std::max<int64_t>(end - first, 0) + call.parts - 1) / call.parts;
+  const auto head = [&](int64_t r) { return r / rows * call.group() + r % rows / call.queries; };
+  in_threads(call, call.batch * call.parts, [&](Room space, auto next) {
+    FewRoom room(space, call.key_heads, rows, width);
+    for (int64_t item; (item = next()) >= 0;) {
+      const int64_t b = item / call.parts, begin = first + item % call.parts * of_part;
+      const int64_t stop = std::min(end, begin + of_part);
+      float* results = partial + item * all_rows * of_row;
+      for (int64_t r = 0; r < all_rows; ++r) {
+        copy_rows(q.at(b, head(r), r % call.queries), 0, 1, D, call.scale * LOG2_E, room.q + r * width, width);
+        std::fill_n(results + r * of_row, of_row, 0.f);
+        results[r * of_row + width] = -INFINITY;
+      }
+      for (int64_t key = begin; key < stop; key += KEYS) {
+        const int n = (int)std::min<int64_t>(KEYS, stop - key);
+        for (int64_t kh = 0; kh < call.key_heads; ++kh) {
+          // Rows of a head are apart in memory, and processors fetch few of them ahead.
+          for (int64_t m = key + KEYS; m < std::min<int64_t>(key + 2 * KEYS, stop); ++m)
+            for (int d = 0; d < D; d += LINE / (int)sizeof(T)) {
+              __builtin_prefetch(k.at(b, kh, m) + d);
+              __builtin_prefetch(v.at(b, kh, m) + d);
+            }
+          const Left keys = whole_rows(k.at(b, kh, key), k.row, n, D, width, room.keys);
+          const Left values = whole_rows(v.at(b, kh, key), v.row, n, D, width, room.values);
+          float* of_head = results + kh * rows * of_row;
+          for (int r = 0; r < rows; ++r) {
+            const int64_t at = call.first_at + r % call.queries;
+            const int from = (int)std::clamp<int64_t>(call.band.begin(at) - key, 0, n);
+            const int to = (int)std::clamp<int64_t>(call.band.end(at, call.keys) - key, from, n);
+            float* row = of_head + r * of_row;
+            score(room.q + (kh * rows + r) * width, keys, n, width, room.scores + r * KEYS);
+            const float factor = weigh(room.scores + r * KEYS, from, to, row + width);
+            for (int d = 0; d < width; d += LANES) store(row + d, load(row + d) * factor);
+          }
+          multiply(Into::add, rows, width / LANES, n, {room.scores, KEYS, 1}, {(float*)values.at, values.row},
+                   {of_head, of_row});
+        }
+      }
+    }
+  });
+  std::vector<float> total(width);
+  for (int64_t b = 0; b < call.batch; ++b)
+    for (int64_t r = 0; r < all_rows; ++r) {
+      float* to = out.at(b, head(r), r % call.queries);
+      float* of_lse = lse.at(b, head(r), 0) + r % call.queries * lse.row;
+      const float* part = partial + (b * call.parts * all_rows + r) * of_row;
+      const int64_t step = all_rows * of_row;
+      // What is there is as one more key that counts once.
+      const float there = call.onto ? (*of_lse - call.log_count) * LOG2_E : -INFINITY;
+      float max = there, sum = 0;
+      for (int64_t p = 0; p < call.parts; ++p) max = std::max(max, part[p * step + width]);
+      const float against = max == -INFINITY ? 0 : max;
+      std::fill(total.begin(), total.end(), 0.f);
+      if (there != -INFINITY) {
+        sum = std::exp2(there - against);
+        for (int d = 0; d < D; ++d) total[d] = to[d] * sum;
+      }
+      for (int64_t p = 0; p < call.parts; ++p) {
+        const float factor = std::exp2(part[p * step + width] - against);
+        sum += part[p * step + width + 1] * factor;
+        for (int d = 0; d < D; ++d) total[d] += part[p * step + d] * factor;
+      }
+      for (int d = 0; d < D; ++d) to[d] = sum == 0 ? 0 : total[d] / sum;
+      *of_lse = (max + std::log2(sum)) * LN_2 + call.log_count;
+    }
+}
+
 // ---- Backward ----------------------------------------------------------------------------------------------------
 
 struct BackwardTile {
@@ -584,9 +733,6 @@ struct BackwardRoom {
     dk = room.take(number_of_keys * width), dv = room.take(number_of_keys * width);
   }
 };
-
-// A row of dk and dv while they are summed: vectors of any width.
-int whole_vectors(int D) { return (D + 15) / 16 * 16; }
 
 template <class T>
 float row_sum(const T* out, const float* dout, int D) {
@@ -720,7 +866,9 @@ extern "C" {
 
 void flash_forward(const Call* call, int type, const Place* q, const Place* k, const Place* v, const Place* out,
                    const Lse* lse) {
-  of_type(type, [&](auto number) { forward<decltype(number)>(*call, *q, *k, *v, *out, *lse); });
+  of_type(type, [&](auto number) {
+    (call->parts ? forward_of_few<decltype(number)> : forward<decltype(number)>)(*call, *q, *k, *v, *out, *lse);
+  });
 }
 
 void flash_backward(const Call* call, int type, int64_t parts, const Place* dout, const Place* q, const Place* k,
@@ -735,6 +883,11 @@ void flash_backward(const Call* call, int type, int64_t parts, const Place* dout
 int64_t flash_forward_room(int head_dim) {
   Room room(nullptr);
   ForwardRoom(room, head_dim);
+  return room.taken();
+}
+int64_t flash_few_room(int64_t key_heads, int64_t rows, int head_dim) {
+  Room room(nullptr);
+  FewRoom(room, key_heads, rows, whole_vectors(head_dim));
   return room.taken();
 }
 int64_t flash_backward_room(int head_dim, int64_t keys) {

@@ -14,7 +14,7 @@ from math import gcd, log
 import torch
 from torch import Tensor
 
-from dilabench.kernels.cpu.compiled import CONSTANTS, library, openmp_parallel, why_unavailable
+from dilabench.kernels.cpu.compiled import CONSTANTS, FEW_ROWS, library, openmp_parallel, why_unavailable
 
 QUERIES, KEYS, FORWARD_TILES, BACKWARD_TILES = CONSTANTS.values()
 # Rows of dk and dv, while they are summed, are vectors of any width.
@@ -22,6 +22,8 @@ LANES = 16
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
+# Numbers behind the result of one of these rows, for its maximum and sum.
+BEHIND_ROW = 16
 
 
 class _Call(ctypes.Structure):
@@ -35,6 +37,7 @@ class _Call(ctypes.Structure):
         ("room", ctypes.c_void_p),
         ("of_thread", ctypes.c_int64),
         ("parallel", ctypes.c_void_p),
+        ("parts", ctypes.c_int64),
     )
 
 
@@ -104,8 +107,17 @@ def attend(
     if lse is None:
         lse = q.new_empty((B, H, M), dtype=torch.float32)
     threads = _threads(2, q, k, mask, blocks)
+    rows, L, K, _ = M * (H // k.shape[2]), *k.shape[1:]
+    if blocks is None and rows <= FEW_ROWS and M:
+        # As many parts as give every thread work, of no fewer keys than those that are copied together.
+        parts = max(1, min(-(-2 * threads // max(1, B)), L // (2 * KEYS)))
+        partial = B * parts * H * M * (whole_vectors(D) + BEHIND_ROW)
+        of_thread = few_room(K, rows, D)
+        room = q.new_empty(threads * of_thread + partial, dtype=torch.float32)
+        _launch("flash_forward", q, k, mask, None, onto, room, (threads, of_thread, parts), (q, k, v, out, lse), lse)
+        return out, lse
     room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
-    _launch("flash_forward", q, k, mask, blocks, onto, room, (q, k, v, out, lse), lse)
+    _launch("flash_forward", q, k, mask, blocks, onto, room, (*room.shape, 0), (q, k, v, out, lse), lse)
     return out, lse
 
 
@@ -144,7 +156,7 @@ def attend_backward(
         dk, dv = onto[1:] if onto else (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
     room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
-    _launch("flash_backward", q, k, mask, blocks, onto is not None, room, places, lse, parts)
+    _launch("flash_backward", q, k, mask, blocks, onto is not None, room, (*room.shape, 0), places, lse, parts)
     if parts == 1:
         return dq, dk, dv
     dk, dv = (x.unflatten(0, (parts, B)).sum(0)[..., :D] for x in (dk, dv))
@@ -158,6 +170,12 @@ def forward_room(head_dim: int) -> int:
     return FORWARD_TILES * tile + 2 * KEYS * head_dim + KEYS * QUERIES + QUERIES
 
 
+def few_room(key_heads: int, rows: int, head_dim: int) -> int:
+    """Numbers that a thread takes for few queries, `rows` of which share a head of keys; a multiple of 16."""
+    width = whole_vectors(head_dim)
+    return key_heads * rows * width + 2 * KEYS * width + rows * KEYS
+
+
 @lru_cache(maxsize=256)
 def backward_room(head_dim: int, keys: int) -> int:
     """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
@@ -167,7 +185,7 @@ def backward_room(head_dim: int, keys: int) -> int:
 
 
 def whole_vectors(head_dim: int) -> int:
-    """Numbers of a row of dk and dv while they are summed."""
+    """Numbers of a row in vectors of any width."""
     return -(-head_dim // LANES) * LANES
 
 
@@ -179,11 +197,13 @@ def _launch(
     blocks: Blocks | None,
     onto: bool,
     room: Tensor,
+    of_room: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     lse: Tensor,
     *numbers: int,
 ) -> None:
-    """Call the C++. All memory is allocated outside; while memory is traced, no call is made (`engine.trace`).
+    """Call the C++. All memory is allocated outside; while memory is traced, no call is made (`engine.trace`). of_room:
+    threads, numbers of the room for each, and parts of the keys of few queries, else 0.
 
     Raises ValueError while torch.jit.trace records, which cannot see the call, and for a tensor whose memory does not
     hold its values.
@@ -197,14 +217,14 @@ def _launch(
     if any(map(Tensor.is_neg, tensors[:4])):
         raise _without_values(next(x for x in tensors[:4] if x.is_neg()))
     B, M, H, D = q.shape
-    L = k.shape[1]
+    L, (threads, of_thread, parts) = k.shape[1], of_room
     seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
     if blocks is not None:
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
     call = _Call(
         *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
-        *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
+        *(threads, onto, room.data_ptr(), of_thread, openmp_parallel(), parts),
     )
     of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
     getattr(library(), function)(ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors)

@@ -31,6 +31,7 @@ REFERENCE = Implementation(
         layouts=BOTH_LAYOUTS,
         merge_grads=BOTH_MERGES,
         zero_keys=True,
+        last_rows=True,
         sums=True,
     ),
     deterministic=True,

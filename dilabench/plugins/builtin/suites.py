@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field
 
 from dilabench.plugins.axis import DENSITY, RANKS
 from dilabench.plugins.descriptors import Suite
-from dilabench.validation import Model, Size
+from dilabench.validation import Model, Size, Sizes
 
 
 class NoOptions(Model):
@@ -44,6 +44,12 @@ class BillionOptions(LimitedMemory):
     """The length of the one sequence."""
 
     tokens: Size = Field(2**30, description="Tokens of the sequence (default 2^30 = 1G).")
+
+
+class DecodeOptions(Model):
+    """The batches to measure."""
+
+    batches: Sizes = Field((), description="Batch sizes to measure, one after another: 1,16,64.")
 
 
 class ChoiceOptions(Model):
@@ -101,6 +107,17 @@ SUITES: tuple[Suite, ...] = (
         timing="wall",
         priority=10,
         options=NoOptions,
+    ),
+    Suite(
+        "decode",
+        "queries that are the last rows of a cache: one token, a few, a chunk, against the rate of a copy",
+        "dilabench.suites.decode:expand",
+        analysis="dilabench.suites.decode:analyse",
+        # Seven kernels over 16 caches, which take longer to make than to read.
+        budget_s=300.0,
+        sampling_s=1.0,
+        priority=5,
+        options=DecodeOptions,
     ),
     Suite(
         "block-sparse",

@@ -270,6 +270,51 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
     ),
 )
 
+
+def _last_rows(
+    name: str, summary: str, shape: tuple[int, int, int, int, int], queries: int, **fields: Any
+) -> WorkloadPreset:
+    """A preset whose queries are the last rows of its N keys."""
+    return _preset(name, summary, shape, query_len=queries, **fields)
+
+
+DECODE: tuple[WorkloadPreset, ...] = (
+    _last_rows("llama3_8b_decode", "one token over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), 1),
+    _last_rows(
+        "llama3_70b_tp8_decode",
+        "one token over a cache of 32K, the heads of Llama 3 70B on one of 8 ranks",
+        (1, 8, 1, 128, 32768),
+        1,
+    ),
+    # openai/gpt-oss: sliding_window 128 counts the token itself. Its learned sinks are one number for each head, which
+    # no workload has.
+    _last_rows(
+        "gpt_oss_decode",
+        "one token, layers with a window of 128 in gpt-oss, without its learned sinks",
+        (1, 64, 8, 64, 32768),
+        1,
+        window=(127, 0),
+    ),
+    _last_rows(
+        "longnet_decode",
+        "one token over a cache of 128K, the branches of longnet_128k, D 64",
+        (1, 16, 16, 64, 131072),
+        1,
+        pattern="dilated",
+        segment_lengths=LONGNET_SEGMENTS,
+        dilation_rates=(1, 2, 4, 8, 16),
+    ),
+    _last_rows(
+        "speculative_4", "four drafted tokens over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), 4
+    ),
+    _last_rows(
+        "chunked_prefill_2k",
+        "the last 2K tokens of a prompt of 128K, heads of Llama 3 8B",
+        (1, 32, 8, 128, 131072),
+        2048,
+    ),
+)
+
 SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("correctness", "workloads to check results on", members=("tiny", "small", "medium")),
     WorkloadPreset("performance", "workloads to time", members=("medium", "large")),
@@ -278,4 +323,4 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *PER_TOKEN, *SETS)
+PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *PER_TOKEN, *DECODE, *SETS)

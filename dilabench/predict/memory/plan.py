@@ -15,6 +15,7 @@ from queue import LifoQueue
 from typing import Any, TypeVar
 
 from dilabench.atomic_file import cache_folder, open_to_append, read_file
+from dilabench.choice.ways import of_a_kernel
 from dilabench.errors import first_line
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
@@ -194,8 +195,7 @@ def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any
         targets = ("target", "backward_target", "packed_target", "merging_target")
         named = ("name", *targets, "aligns_ends", "places_results")
         backend = {name: getattr(descriptor, name) for name in named}
-        dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
-        if reasons := catalogue.unsupported(descriptor, dense, device):
+        if reasons := catalogue.unsupported(descriptor, of_a_kernel(workload), device):
             return {}, reasons[0]
     elif implementation.uses_backend:
         return {}, "no backend is named"

@@ -62,7 +62,7 @@ def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
     if not search.fitting:
         return (*head, ABSENT, too_long, *[ABSENT] * 4, _ending(search))
     at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
-    tokens, peak, where = at.case.workload.tokens, peak_of(at), view_of(at)
+    tokens, peak, where = at.case.workload.positions, peak_of(at), view_of(at)
     plan = plan_memory(at.case, device, catalogue)
     slope = _slope(search.fitting)
     return (
@@ -94,7 +94,7 @@ def _way(search: Search) -> str:
 
 def _slope(rows: Sequence[Row]) -> float | None:
     """The least-squares slope of peak bytes over tokens: the bytes of one more token."""
-    points = [(row.case.workload.tokens, peak) for row in rows if (peak := peak_of(row)) is not None]
+    points = [(row.case.workload.positions, peak) for row in rows if (peak := peak_of(row)) is not None]
     if len({tokens for tokens, _ in points}) < 2:
         return None
     mean_x = sum(x for x, _ in points) / len(points)
