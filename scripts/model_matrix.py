@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -402,11 +403,11 @@ def _cell(model: nn.Module, family: Family, form: Callable[..., Tensor | None], 
     return Cell("equal", "torch" if counted.by_torch else "")
 
 
-def _row(family: Family) -> tuple[Family, dict[str, Cell] | str, float]:
+def _row(family: Family, forms: tuple[str, ...]) -> tuple[Family, dict[str, Cell] | str, float]:
     torch.set_num_threads(1)
     started = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr):
-        row = row_of(family)
+        row = row_of(family, forms)
     return family, row, time.monotonic() - started
 
 
@@ -416,13 +417,14 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="model types; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--print", action="store_true", help="print the rows instead of writing the page")
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=[*FORMS], help="cells; all by default")
     parser.add_argument("--rows", type=Path, help="a file of rows, which are not computed again; new ones are added")
     options = parser.parse_args()
     asked = [family for family in families() if not options.families or family.model_type in options.families]
     rows = _read(options.rows) if options.rows else {}
     asked = [family for family in asked if family not in rows]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
-        for family, row, seconds in pool.imap_unordered(_row, asked):
+        for family, row, seconds in pool.imap_unordered(partial(_row, forms=tuple(options.forms)), asked):
             rows[family] = row
             if options.rows:
                 with options.rows.open("a") as file:
