@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -334,9 +335,6 @@ def _is_refusal(error: BaseException) -> bool:
 
 def row_of(family: Family, forms: tuple[str, ...] = tuple(FORMS)) -> dict[str, Cell] | str:
     """The cells of a family by form, or why it has none."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    logging.disable(logging.WARNING)
     register(NAME)
     counted = _Counted()
     try:
@@ -376,6 +374,8 @@ def _cell(model: nn.Module, family: Family, form: Callable[..., Tensor | None], 
         try:
             with torch.no_grad(), _limited(SECONDS_OF_A_CELL):
                 model.set_attn_implementation(name)
+                # Some models draw numbers when they train.
+                torch.manual_seed(3)
                 result = form(model, family)
         except _Late:
             return Cell("n/a" if name == "eager" else "error", "takes too long")
@@ -402,28 +402,33 @@ def _cell(model: nn.Module, family: Family, form: Callable[..., Tensor | None], 
     return Cell("equal", "torch" if counted.by_torch else "")
 
 
-def _row(family: Family) -> tuple[Family, dict[str, Cell] | str, float]:
+def _row(family: Family, forms: tuple[str, ...]) -> tuple[Family, dict[str, Cell] | str, float]:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(logging.CRITICAL)
     torch.set_num_threads(1)
     started = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr):
-        row = row_of(family)
+        row = row_of(family, forms)
     return family, row, time.monotonic() - started
 
 
 def main() -> int:
     """Run the matrix. Return 1 if a cell differs or raises another error than a refusal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="model types; all by default")
+    parser.add_argument("families", nargs="*", help="model types; by default all, which writes the page")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--print", action="store_true", help="print the rows instead of writing the page")
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=[*FORMS], help="cells; all by default")
     parser.add_argument("--rows", type=Path, help="a file of rows, which are not computed again; new ones are added")
     options = parser.parse_args()
     asked = [family for family in families() if not options.families or family.model_type in options.families]
     rows = _read(options.rows) if options.rows else {}
-    asked = [family for family in asked if family not in rows]
+    asked = [
+        family for family in asked if not (isinstance(rows.get(family, {}), str) or _has(rows, family, options.forms))
+    ]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
-        for family, row, seconds in pool.imap_unordered(_row, asked):
-            rows[family] = row
+        for family, row, seconds in pool.imap_unordered(partial(_row, forms=tuple(options.forms)), asked):
+            _merge(rows, family, row)
             if options.rows:
                 with options.rows.open("a") as file:
                     file.write(json.dumps([family, row]) + "\n")
@@ -435,7 +440,7 @@ def main() -> int:
         for form, cell in row.items()
         if cell.outcome in ("differs", "error")
     ]
-    if not options.print and not options.families:
+    if not (options.print or options.families):
         PAGE.write_text(page(rows))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     print("\n".join([f"{len(wrong)} cells are wrong", *wrong]))
@@ -451,17 +456,91 @@ def _in_words(row: dict[str, Cell] | str) -> str:
     )
 
 
-def _read(path: Path) -> dict[Family, dict[str, Cell] | str]:
-    rows: dict[Family, dict[str, Cell] | str] = {}
+Rows = dict[Family, dict[str, Cell] | str]
+
+
+def _read(path: Path) -> Rows:
+    rows: Rows = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         family, row = json.loads(line)
-        rows[Family(*family)] = row if isinstance(row, str) else {form: Cell(*cell) for form, cell in row.items()}
+        _merge(
+            rows, Family(*family), row if isinstance(row, str) else {form: Cell(*cell) for form, cell in row.items()}
+        )
     return rows
 
 
-def page(rows: dict[Family, dict[str, Cell] | str]) -> str:
+def _merge(rows: Rows, family: Family, row: dict[str, Cell] | str) -> None:
+    before = rows.get(family)
+    rows[family] = {**before, **row} if isinstance(before, dict) and isinstance(row, dict) else row
+
+
+def _has(rows: Rows, family: Family, forms: list[str]) -> bool:
+    row = rows.get(family)
+    return isinstance(row, dict) and row.keys() >= {*forms}
+
+
+def page(rows: Rows) -> str:
     """docs/reference/models.md of these rows."""
-    raise NotImplementedError(rows)
+    compared = {family: row for family, row in sorted(rows.items()) if not isinstance(row, str) and _attends(row)}
+    cells = [cell for row in compared.values() for cell in row.values()]
+    counts = {
+        outcome: sum(cell.outcome == outcome for cell in cells) for outcome in ("equal", "refused", "differs", "error")
+    }
+    by_torch = sum(cell.note == "torch" for cell in cells)
+    lines = [
+        "# Models of transformers",
+        "",
+        "This page is written by `python scripts/model_matrix.py`, which builds every causal model, encoder and",
+        f"encoder-decoder of the installed transformers (here {transformers.__version__}) with random weights and few",
+        "channels, and compares dilabench with eager attention on a CPU, in float64 where eager attention runs in it.",
+        "[Use attention in models of transformers](../how-to/use-in-transformers.md) shows how to register it.",
+        "",
+        f"{len(compared)} model classes, {len(cells)} cells: {counts['equal']} equal, of which torch's",
+        f"`scaled_dot_product_attention` computes {by_torch} in full or in part, {counts['refused']} refused by name,",
+        f"{counts['differs'] + counts['error']} that differ or fail. The others do not apply: eager attention does not",
+        "run, or the model has no such form.",
+        "",
+        "| cell | meaning |",
+        "| --- | --- |",
+        "| = | equal, every call computed by dilabench |",
+        "| = torch | equal, some or all calls computed by torch, with a warning that gives the reason |",
+        "| refused | `ValueError` with the name of what is not computed |",
+        "| — | does not apply, or was not run |",
+        "",
+        "Forms: **plain** is a batch without a mask, **padded** one with `attention_mask`, **packed** has",
+        "`position_ids` that restart, **generate** and **static cache** generate after a left-padded batch,",
+        "**compiled** is plain under `torch.compile` with `use_cache=False`, **gradients** are those of all parameters",
+        "with gradient checkpointing.",
+    ]
+    for kind in TABLES:
+        lines += ["", f"## {kind.capitalize()} models", "", f"| model type | {' | '.join(FORMS)} |"]
+        lines.append("| --- |" + " --- |" * len(FORMS))
+        for family, row in compared.items():
+            if family.kind == kind:
+                shown = (_shown(row.get(form, Cell("n/a"))) for form in FORMS)
+                lines.append(f"| {family.model_type} | {' | '.join(shown)} |")
+    reasons: dict[str, set[str]] = {}
+    for family, row in compared.items():
+        for cell in row.values():
+            if cell.outcome in ("refused", "differs", "error"):
+                reasons.setdefault(cell.note.replace("|", "/"), set()).add(family.model_type)
+    if reasons:
+        lines += ["", "## Refused", "", "| message | model types |", "| --- | --- |"]
+        lines += [f"| {reason} | {', '.join(sorted(types))} |" for reason, types in sorted(reasons.items())]
+    lines += ["", "## Not compared", "", "| model type | reason |", "| --- | --- |"]
+    for family, row in sorted(rows.items()):
+        if family not in compared:
+            reason = row if isinstance(row, str) else "no call of attention reaches the interface, or eager fails"
+            lines.append(f"| {family.model_type} ({family.kind}) | {reason.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _attends(row: dict[str, Cell]) -> bool:
+    return any(cell.outcome != "n/a" for form, cell in row.items() if form != "compiled")
+
+
+def _shown(cell: Cell) -> str:
+    return {"equal": "= torch" if cell.note else "=", "n/a": "—"}.get(cell.outcome, cell.outcome)
 
 
 if __name__ == "__main__":

@@ -287,6 +287,124 @@ def test_what_sdpa_lacks_too_is_refused(options: dict[str, Any], name: str, mess
         _call(name=name, **options)
 
 
+@pytest.mark.parametrize("keyword", ["sinks", "head_mask", "score_mod", "a_later_keyword"])
+def test_unknown_keywords_are_refused_by_name(keyword: str) -> None:
+    module = _pair(_config("llama"))[1].model.layers[0].self_attn
+    with pytest.raises(ValueError, match=f"LlamaAttention of llama: keyword {keyword} may change what attention"):
+        _call(module, **{keyword: torch.zeros(1)})
+    expected, found = _call(module), _call(module, **{keyword: None, "position_ids": torch.arange(6)})
+    assert found[0].shape == expected[0].shape
+
+
+def _selected_mask(indices: Tensor, block_size: int, length: int) -> Tensor:
+    """bool [B, K, N, N] of indices [B, K, N, S] of blocks."""
+    chosen = (torch.arange(length) // block_size == indices[..., None]).any(-2)
+    return chosen & torch.ones(length, length).tril().bool()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("block_size", [1, 16, 5])
+def test_what_a_model_selects_is_what_it_attends_to(
+    block_size: int, sinks: bool, calls: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per token (DSA) and per block (MSA); blocks that no kernel takes go to torch, with the selection."""
+    torch.manual_seed(0)
+    length = 40
+    q = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    k, v = (torch.randn(2, 2, length, 8, dtype=torch.float64) for _ in range(2))
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    module.indexer = nn.Module()
+    module.indexer.block_size = block_size
+    own = torch.arange(length)[:, None] // block_size
+    if block_size == 1:
+        drawn = torch.randint(0, length, (2, length, 5))
+        options = {"indices": torch.cat([own.expand(2, -1, -1), drawn], -1)}
+        visible = _selected_mask(options["indices"][:, None].expand(-1, 4, -1, -1), 1, length)
+    else:
+        drawn = torch.randint(-1, length // block_size, (2, 2, length, 1))
+        options = {"block_indices": torch.cat([own.expand(2, 2, -1, -1), drawn], -1)}
+        visible = _selected_mask(options["block_indices"].repeat_interleave(2, 1), block_size, length)
+    sink = torch.randn(4, dtype=torch.float64) if sinks else None
+    found, _ = integration.interface.ALL_ATTENTION_FUNCTIONS["dilabench"](module, q, k, v, None, s_aux=sink, **options)
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink[None, :, None, None].expand(2, -1, length, 1)], -1)
+    weights = scores.softmax(-1)[..., :length]
+    torch.testing.assert_close(found, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
+    assert len(calls) == (block_size != 5)
+    assert ("selects blocks of 5 keys" in caplog.text) == (block_size == 5)
+
+
+def test_block_indices_without_a_size_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"block_indices \(1, 2, 6, 1\) need .*block_size, which is None"):
+        _call(block_indices=torch.zeros(1, 2, 6, 1, dtype=torch.long))
+
+
+def test_a_fallback_is_said_once_for_each_model(caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.rand(3, 1, N, N, generator=torch.Generator().manual_seed(3)).gt(0.3) | torch.eye(N).bool()
+    for model in (_pair(_config("llama"))[1], _pair(_config("llama"))[1]):
+        for _ in range(2):
+            model(_ids(), attention_mask=mask)
+    said = [record.message for record in caplog.records if record.name == "dilabench.compat.transformers"]
+    assert len(said) == 2
+    assert "LlamaAttention of llama: attention_mask is a tensor, bool (3, 1, 20, 20)" in said[0]
+
+
+def test_a_fallback_is_an_error_if_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILABENCH_STRICT", "1")
+    _, ours = _pair(_config("llama", attention_dropout=0.5))
+    with pytest.raises(ValueError, match=r"LlamaAttention of llama: dropout 0\.5 .*; DILABENCH_STRICT=1 makes this an"):
+        ours(_ids())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_fallback_of_a_compiled_model_is_said(
+    strict: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache, positions that restart are documents, which a graph that is compiled hides."""
+    if strict:
+        monkeypatch.setenv("DILABENCH_STRICT", "1")
+    _, ours = _pair(_config("llama"))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours.eval(), backend="eager")
+    reason = "torch.compile hides whether position_ids restart"
+    if strict:
+        with pytest.raises(ValueError, match=reason):
+            compiled(_ids(), use_cache=False)
+    else:
+        expected = ours(_ids(), use_cache=False).logits
+        torch.testing.assert_close(compiled(_ids(), use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
+        assert caplog.text.count(reason) == 1
+    torch._dynamo.reset()
+
+
+def test_the_refusal_of_an_unknown_name_lists_ours() -> None:
+    _, ours = _pair(_config("llama"))
+    with pytest.raises(ValueError, match=r"attn_implementation=sdpa.* dilabench added .*'dilabench'"):
+        ours.set_attn_implementation("dilabnch")
+
+
+@pytest.mark.parametrize("kind", ["bart", "mbart", "pegasus", "marian", "blenderbot", "plbart"])
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_padding_of_an_encoder_hides_no_rows_of_the_decoder(kind: str, length: int) -> None:
+    """As many decoder as encoder tokens are two sequences nevertheless."""
+    sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "d_model": 32, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, decoder_start_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).double().eval()
+    padding = torch.ones(2, 8, dtype=torch.long)
+    padding[0, 5:] = 0
+    batch = {"input_ids": _ids(2)[:, :8] % 48 + 1, "decoder_input_ids": _ids(2)[:, :length] % 48 + 1}
+    found = {}
+    for name in ("eager", "dilabench"):
+        model.set_attn_implementation(name)
+        found[name] = model(**batch, attention_mask=padding, use_cache=False).logits
+    torch.testing.assert_close(found["dilabench"], found["eager"], rtol=1e-10, atol=1e-10)
+
+
 def test_padding_with_bounds_is_refused() -> None:
     _, ours = _pair(_config("llama"))
     batch = _documents(8, 12, bounds=True)

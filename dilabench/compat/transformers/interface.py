@@ -163,7 +163,8 @@ def _attend(
         whole = attention_mask
         if parts is not None:
             is_whole = parts.is_plain and (query.shape[2] in (1, key.shape[2]) or not causal)
-            whole = None if is_whole else parts.dense()[..., : parts.length]
+            whole = None if is_whole else parts.visible()[..., : parts.length]
+            position_bias = None if position_bias is None else position_bias[..., : parts.length]
         kept = {"dropout": dropout, "scaling": scaling, "is_causal": causal, "position_bias": position_bias}
         return _by_sdpa(module, query, key, value, whole, selection, s_aux, kept), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -387,6 +388,8 @@ def _by_sdpa(
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
         if options["position_bias"] is not None:
             options["position_bias"] = torch.nn.functional.pad(options["position_bias"], (0, 1))
+    if whole is not None and whole.dtype != torch.bool:
+        whole = whole.to(query.dtype)
     out: Tensor = sdpa_attention_forward(module, query, key, value, whole, **options)[0]
     return out
 

@@ -1,4 +1,4 @@
-"""Masks for transformers' models: bool tensors that keep what they consist of.
+"""Masks for transformers' models: tensors with the numbers of eager attention's that keep what they consist of.
 
 A mask function of transformers is known by the code of the functions that it consists of. Causality, windows, documents
 and padding become a `Mask`; a function with other parts gives a plain tensor.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask
 
 from dilabench.workload.spec import UNBOUNDED, Window
 
@@ -38,7 +38,8 @@ NOTE = "_dilabench_note"
 
 
 class Mask(torch.Tensor):
-    """bool [B, 1, M, N], True if a query attends to a key; its numbers are made when an operator touches it.
+    """[B, 1, M, N] as for eager attention, 0 if a query attends to a key and else the least number of its dtype. These
+    numbers are made when an operator touches it.
 
     The queries are the last M rows of the first `length` keys, later keys are hidden, and `key_offset` keys before them
     were dropped. If not `causal`, without window and documents, the keys may belong to another sequence. documents:
@@ -58,6 +59,7 @@ class Mask(torch.Tensor):
     seen: Tensor | None
     tokens: Tensor | None
     bounds: Tensor | None
+    # Empty, of its dtype and on its device.
     anchor: Tensor
     # Its numbers, once they are made, and whether a model has views of them; or the mask whose last rows it is.
     whole: Tensor | None
@@ -70,8 +72,7 @@ class Mask(torch.Tensor):
 
     @staticmethod
     def __new__(cls, size: Any, anchor: Tensor, facts: tuple[Any, ...], tensors: dict[str, Tensor]) -> Mask:
-        """`anchor`: an empty tensor on the mask's device."""
-        mask: Mask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=anchor.device)
+        mask: Mask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=anchor.dtype, device=anchor.device)
         return mask
 
     def __init__(self, _size: Any, anchor: Tensor, facts: tuple[Any, ...], tensors: dict[str, Tensor]) -> None:
@@ -127,6 +128,11 @@ class Mask(torch.Tensor):
         return self.whole
 
     def _made(self) -> Tensor:
+        least = torch.finfo(self.anchor.dtype).min
+        return self.anchor.new_zeros(self.shape).masked_fill(~self.visible(), least)
+
+    def visible(self) -> Tensor:
+        """bool [B, 1, M, N], True if a query attends to a key."""
         batch, _, rows, keys = self.shape
         device = self.anchor.device
         key = torch.arange(keys, device=device)
@@ -189,14 +195,16 @@ def mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     **arguments: Any,
-) -> Tensor | None:
-    """As `sdpa_mask`: bool [B, 1, M, N], a `Mask` if it consists of parts that `attention` computes.
+) -> Tensor:
+    """As `eager_mask`, which every model knows: a `Mask` if it consists of parts that `attention` computes.
 
-    It is None only for single queries: a model may select rows of it, and None would hide that it was causal.
+    It is never None: a model may select rows of it, and None would hide that it was causal.
     """
+    arguments["allow_is_bidirectional_skip"] = False
     dense = partial(
-        sdpa_mask,
+        eager_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -205,12 +213,12 @@ def mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         device=device,
+        dtype=dtype,
         **arguments,
     )
     if q_length == 1 and (isinstance(q_offset, Tensor) or torch.compiler.is_compiling()):
         # A step with a static cache is compiled, where the number of its keys would be another graph for each.
         return _noted(dense(), "a step with a cache under torch.compile, or with a static cache")
-    dense = partial(dense, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     if torch.compiler.is_compiling():
         return _traced(dense(), q_length, kv_length, q_offset, mask_function, attention_mask, arguments)
     if torch._C._is_tracing():
@@ -242,7 +250,7 @@ def mask(
     scattered = False
     if documents is not None or seen is not None:
         tensors["tokens"], tensors["bounds"], scattered = _sequences(documents, seen)
-    size, anchor = (batch_size, 1, q_length, kv_length), torch.empty(0, device=device)
+    size, anchor = (batch_size, 1, q_length, kv_length), torch.empty(0, device=device, dtype=dtype)
     facts = is_causal, window, length, kv_offset, scattered
     return Mask(size, anchor, facts, {name: x for name, x in tensors.items() if x is not None})
 
@@ -271,9 +279,8 @@ def _traced(
     return _noted(dense, Traced(is_causal, arguments.get("local_size")))
 
 
-def _noted(dense: Any, note: Traced | str) -> Any:
-    if dense is not None:
-        setattr(dense, NOTE, note)
+def _noted(dense: Tensor, note: Traced | str) -> Tensor:
+    setattr(dense, NOTE, note)
     return dense
 
 
