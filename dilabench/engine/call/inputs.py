@@ -29,8 +29,8 @@ DRAWN_ROWS = 2**16
 class ChangeLog:
     """The changes made to some tensors, from which the values before them follow.
 
-    A change multiplies the last axis of a whole tensor by signs or draws all of it anew (`draw`), its first SAME_VALUES
-    values excepted, or overwrites a row. A tensor that is drawn anew has no other changes. `now` counts the changes;
+    A change multiplies the last axis of a whole tensor by signs or redraws all of it (`draw`), its first SAME_VALUES
+    values excepted, or overwrites a row. A tensor that is redrawn has no other changes. `now` counts the changes;
     `earlier` gives the values at such a count. The changes are dropped once `holders` holds no count.
     """
 
@@ -54,7 +54,7 @@ class ChangeLog:
         self._add(index, (batch, row), old)
 
     def drawn(self, index: int, seed: int) -> None:
-        """Tensor number `index` was drawn anew from a seed."""
+        """Tensor number `index` was redrawn from a seed."""
         if self.holders:
             self._drawn.append((self.now, index, seed))
         else:

@@ -108,7 +108,7 @@ class TimedCalls:
     may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
     which no sample has neighbours to be compared with, all inputs change before every sample.
 
-    Over ranks all numbers of all inputs are drawn anew before every call, each rank's from a seed of its own
+    Over ranks all numbers of all inputs are redrawn before every call, each rank's from a seed of its own
     (`own_seeds`; ranks that hold the same tensors draw the same). What a rank knows of another's numbers, from earlier
     calls or its own, then saves it no message.
     """
