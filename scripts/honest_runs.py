@@ -136,11 +136,12 @@ def failures_of(
     outputs.know(verification)
     for last in (False, True):
         call.timed_calls.begin(last, seed=seed)
-        for _ in range(TIMED_CALLS):
-            call.fresh()()
+        with call.counted() as other_bytes:
+            for _ in range(TIMED_CALLS):
+                call.fresh()()
         kept = call.timed_calls.end()
     timed = outputs.check(kept) if kept is not None else verification
-    failed = [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)])]
+    failed = [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)]), *other_bytes]
     return failed if world is None else list(dict.fromkeys(why for of_rank in world.share(failed) for why in of_rank))
 
 

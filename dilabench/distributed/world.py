@@ -51,11 +51,15 @@ class Traffic:
         for counter in (self.sent, self.received, self.operations):
             counter.clear()
 
+    def total(self) -> tuple[int, int]:
+        """All bytes sent, and all received."""
+        return self.sent.total(), self.received.total()
+
     def counters(self) -> dict[str, int]:
         """The counters of a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
         named = {traffic_key("sent", kind): count for kind, count in self.sent.items()}
         named |= {traffic_key("received", kind): count for kind, count in self.received.items()}
-        return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}
+        return named | dict(zip((SENT_BYTES.key, RECEIVED_BYTES.key), self.total(), strict=True))
 
 
 class MessageCounts:

@@ -53,6 +53,7 @@ class CheckName(StrEnum):
     TIMED_THREADS = "timed_threads"
     TIMED_KEPT = "timed_kept"
     TIMED_INPUTS = "timed_inputs"
+    TIMED_MESSAGES = "timed_messages"
     TIMED_GRADIENTS = "timed_gradients"
     TIMED_OUT = "timed_out"
     TIMED_OUT_SLOPE = "timed_out_slope"

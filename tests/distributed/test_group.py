@@ -8,7 +8,7 @@ from dilabench.engine.worker import client
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.plugins.manager import discover
-from dilabench.record import Case, Measured, PlannedCase, RunHeader, Skipped
+from dilabench.record import Case, Failed, Measured, PlannedCase, RunHeader, Skipped
 from dilabench.request import RunRequest
 from dilabench.workload.spec import Workload
 
@@ -37,17 +37,17 @@ def case_of(name, optimizations=None, **workload):
     return Case(implementation=name, backend="math", workload=one, world_size=2, optimizations=optimizations or {})
 
 
-def outcomes_of(cases):
+def outcomes_of(cases, timing="simple"):
     """What one run makes of each case, by the keys of `cases`."""
     catalogue = discover().catalogue
-    for name in ("killed", "raising", "slow", "wrong", "brittle"):
+    for name in ("killed", "raising", "slow", "wrong", "brittle", *SPARING):
         target = f"failing:build_{name}"
         catalogue.implementations.add(Implementation(name, "", target, supports=ANY, uses_backend=True), f"test-{name}")
     planned = [PlannedCase(case=case) for case in cases.values()]
     header = RunHeader(
         tool_version="0", run_id="r", suite="ring", started_at="2026-01-01T00:00:00", environment=snapshot(CPU)
     )
-    request = RunRequest(suite="ring", timing="simple", nproc=2)
+    request = RunRequest(suite="ring", timing=timing, nproc=2)
     keeper = Keeper()
     run(planned, request, catalogue, CPU, header, keeper)
     found = {row.case: row.outcome for row in keeper.kept}
@@ -99,6 +99,24 @@ def test_rows_over_ranks_are_verified_timed_and_counted(right):
     counters = right["zigzag-ring"].counters
     # Rank 0 needs all of rank 1's K and V, and keeps them for the backward pass.
     assert counters["received_keys_bytes"] == 2 * 48 * 2 * 8 * 4
+
+
+SPARING = ("sparing", "sparing_unseen", "sparing_always")
+
+
+@pytest.fixture(scope="module")
+def sparing():
+    """Rows of functions that send 0.7 kB instead of 6 kB, because the receiver knows the numbers of the call before."""
+    shape = {"causal": False, "mode": "forward"}
+    return outcomes_of({name: case_of(name, **shape) for name in SPARING}, timing="warmup")
+
+
+@pytest.mark.parametrize("name", SPARING)
+def test_bytes_of_timed_calls_are_those_that_are_recorded(sparing, name):
+    outcome = sparing[name]
+    assert isinstance(outcome, Failed), outcome
+    assert (outcome.stage, outcome.code) == ("verify", "wrong_output")
+    assert "timed_messages: rank " in outcome.why
 
 
 def assert_says_what_it_takes(outcome, algorithm, order):

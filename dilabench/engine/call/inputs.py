@@ -22,18 +22,22 @@ SEED_STEP, SEEDS = 0x9E3779B1, 2**32
 
 # Values at the start of a tensor that keep their signs when all others change (`ChangeLog`).
 SAME_VALUES = 64
+# Rows of D values that are drawn together: what a check draws again must not take the memory of a whole tensor.
+DRAWN_ROWS = 2**16
 
 
 class ChangeLog:
     """The changes made to some tensors, from which the values before them follow.
 
-    A change multiplies the last axis of a whole tensor by signs, its first SAME_VALUES values excepted, or overwrites a
-    row. `now` counts the changes; `earlier` gives the values at such a count. The changes are dropped once `holders`
-    holds no count.
+    A change multiplies the last axis of a whole tensor by signs or redraws all of it (`draw`), its first SAME_VALUES
+    values excepted, or overwrites a row. A tensor that is redrawn has no other changes. `now` counts the changes;
+    `earlier` gives the values at such a count. The changes are dropped once `holders` holds no count.
     """
 
     def __init__(self) -> None:
         self._changes: list[tuple[int, tuple[int, int] | None, Tensor]] = []
+        # (number of the change, index of the tensor, seed)
+        self._drawn: list[tuple[int, int, int]] = []
         self.holders: set[Hashable] = set()
 
     @property
@@ -49,6 +53,14 @@ class ChangeLog:
         """A row of tensor number `index` was overwritten; `old` [..., D] is a copy of what it held."""
         self._add(index, (batch, row), old)
 
+    def drawn(self, index: int, seed: int) -> None:
+        """Tensor number `index` was redrawn from a seed."""
+        if self.holders:
+            self._drawn.append((self.now, index, seed))
+        else:
+            self._drawn.clear()
+        self._add(index, None, torch.empty(0))
+
     def _add(self, index: int, place: tuple[int, int] | None, values: Tensor) -> None:
         if self.holders:
             self._changes.append((index, place, values))
@@ -62,6 +74,13 @@ class ChangeLog:
         """
         rows = slice(None) if row is None else slice(row, row + 1)
         x, begin = tensor.detach()[batch, rows, head].clone(), row or 0
+        seeds = [(number < count, seed) for number, at, seed in self._drawn if at == index]
+        if seeds:
+            # Of the last time before the call, unless there was none since.
+            if not seeds[-1][0]:
+                before = [seed for is_before, seed in seeds if is_before]
+                drawn_head(x, tensor, before[-1], batch, head, begin)
+            return x
         signs: list[Tensor] = []
         first: dict[int, tuple[Tensor, int]] = {}
         for changed, place, values in self._changes[count:]:
@@ -92,6 +111,35 @@ class ChangeLog:
             flat = flat + head * x.shape[1] + torch.arange(x.shape[1], device=x.device)
             x[: len(unsigned)] = torch.where(flat < same, unsigned, x[: len(unsigned)])
         return x
+
+
+def draw(x: Tensor, seed: int) -> None:
+    """Draw all of x [B, N, ...] (packed: [T, ...]) but its first SAME_VALUES values from a standard normal."""
+    first = x.view(-1)[:SAME_VALUES].clone()
+    for number, piece in enumerate(x.view(-1, x.shape[-1]).split(DRAWN_ROWS)):
+        _draw_piece(piece, seed, number)
+    x.view(-1)[:SAME_VALUES] = first
+
+
+def drawn_head(x: Tensor, like: Tensor, seed: int, batch: int, head: int, begin: int) -> None:
+    """Write into x [R, D] what `draw` gave rows of a head of `like` [B, N, H, D] from `begin` on, a piece at a time."""
+    length, heads, width = like.shape[1:]
+    wanted = (batch * length + begin + torch.arange(len(x), device=x.device)) * heads + head
+    total = like.numel() // width
+    for number, start in enumerate(range(0, total, DRAWN_ROWS)):
+        here = (wanted >= start) & (wanted < start + DRAWN_ROWS)
+        if here.any():
+            piece = x.new_empty(min(DRAWN_ROWS, total - start), width)
+            _draw_piece(piece, seed, number)
+            x[here] = piece[wanted[here] - start]
+    flat = wanted[:, None] * width + torch.arange(width, device=x.device)
+    same = flat < SAME_VALUES
+    x[same] = like.detach().reshape(-1)[flat[same]]
+
+
+def _draw_piece(piece: Tensor, seed: int, number: int) -> None:
+    generator = torch.Generator(piece.device).manual_seed((seed + number * SEED_STEP) % SEEDS)
+    piece.normal_(generator=generator)
 
 
 @dataclass(frozen=True, slots=True)

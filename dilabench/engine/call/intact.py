@@ -126,7 +126,8 @@ def _functions_restored() -> Iterator[str]:
 
 def _own_restored() -> Iterator[str]:
     for known in _OWN:
-        function, text = known.function, known.function.__qualname__
+        function: Any = known.function
+        text = function.__qualname__
         if vars(known.owner).get(known.name) is not function:
             setattr(known.owner, known.name, function)
             yield f"{text} was replaced"

@@ -1,8 +1,8 @@
 """A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -76,7 +76,10 @@ class PreparedCall:
         self._input_store = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else input_store
         self.world = world
         self._shards: dict[int, InputSet] = {} if shards is None else shards
+        # The counters of a call over ranks, and the bytes that it, with what is done before it, sends and receives.
         self._traffic: dict[str, int] = {}
+        self._bytes_of_call = 0, 0
+        self._replays = 0
         self._next = self._calls = 0
         self._sets = 1
         # Further calls are on the current input set, so that each shares its addresses with the one before.
@@ -113,7 +116,8 @@ class PreparedCall:
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
         self.function = self.whole if self.takes_whole else self._sharded
         local_row = None if world is None else self._local_row
-        self.timed_calls = TimedCalls(spec.seed, self.workload, spec.takes, local_row)
+        own_seeds = not self.takes_whole
+        self.timed_calls = TimedCalls(spec.seed, self.workload, spec.takes, local_row, own_seeds=own_seeds)
         self._timed("first_call", self._call_once)
         with settings_kept(self.changed_settings):
             self.call_ns = self._estimate_ns()
@@ -134,7 +138,7 @@ class PreparedCall:
         """The keeper of the next call; of one outside of a timing it keeps nothing."""
         if self.timed_calls.active:
             return self.timed_calls.before(inputs, fixed=fixed)
-        return KeptCall(inputs, self.workload.seq_len - 1)
+        return KeptCall(inputs, self.workload.rows - 1)
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed.
@@ -150,6 +154,7 @@ class PreparedCall:
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
         self._calls += 1
+        self._replays += 1
         kept = self._keeper(captured.inputs, fixed=self._backward_only)
         self._renew_gradient()
         self._together()
@@ -213,6 +218,25 @@ class PreparedCall:
     def _together(self) -> None:
         if self.world is not None:
             self.world.barrier()
+
+    @contextmanager
+    def counted(self) -> Iterator[list[str]]:
+        """In it, timed calls: afterwards the list says whether they sent or received other numbers of bytes than the
+        call whose bytes are recorded. Replays of a graph are not counted.
+        """
+        differs: list[str] = []
+        if self.world is None:
+            yield differs
+            return
+        traffic, calls, replays = self.world.traffic.total(), self._calls, self._replays
+        yield differs
+        number = self._calls - calls - (self._replays - replays)
+        for what, now, then, recorded in zip(
+            ("sent", "received"), self.world.traffic.total(), traffic, self._bytes_of_call, strict=True
+        ):
+            if now - then != number * recorded:
+                each = f"{(now - then) / max(1, number):g} bytes in each of {number} timed calls"
+                differs.append(f"rank {self.world.rank} {what} {each}, and {recorded} in the call that was counted")
 
     def device_barrier(self) -> None:
         """Queue a wait of this rank's GPU for the others'; no effect on one device."""
@@ -434,13 +458,17 @@ class PreparedCall:
 
     def _estimate_together_ns(self, world: World) -> int:
         """The slowest rank's second call, the same number on every rank; its bytes are the counted ones."""
+        world.traffic.clear()
         call = self.fresh()
+        before = world.traffic.total()
         world.traffic.clear()
         started = time.perf_counter_ns()
         call()
         device_of(self.device).synchronize()
         elapsed = time.perf_counter_ns() - started
         self._traffic = world.traffic.counters()
+        sent, received = world.traffic.total()
+        self._bytes_of_call = before[0] + sent, before[1] + received
         return max(1, world.max_over_ranks([elapsed])[0])
 
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dilabench.distributed.world import World
 from dilabench.engine.call.digests import fast_digest
-from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs
+from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw
 from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
@@ -106,15 +106,25 @@ class TimedCalls:
     stay normally distributed and cost one pass over memory. Of a sample of `batch` calls, each on an input set of its
     own, all sets do. Before a call one row of q, of k and of v gets fresh random numbers. Both happen as often as they
     may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
-    which no sample has neighbours to be compared with, all inputs change before every sample. Over
-    ranks both happen before every call, so that a message of an earlier call is wrong in all its numbers; all ranks
-    draw the same, and each writes what it holds.
+    which no sample has neighbours to be compared with, all inputs change before every sample.
+
+    Over ranks all numbers of all inputs are redrawn before every call, each rank's from a seed of its own
+    (`own_seeds`; ranks that hold the same tensors draw the same). What a rank knows of another's numbers, from earlier
+    calls or its own, then saves it no message.
     """
 
-    def __init__(self, seed: int, workload: Workload, takes: str = "heads", local_row: LocalRow | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        workload: Workload,
+        takes: str = "heads",
+        local_row: LocalRow | None = None,
+        *,
+        own_seeds: bool = True,
+    ) -> None:
         self._workload, self._takes, self._seed = workload, takes, seed
         self._length, self._row_dim = workload.seq_len, 0 if workload.layout == "packed" else 1
-        self._local_row = local_row
+        self._local_row, self._own_seeds = local_row, own_seeds
         self._places = random.Random(f"places {seed}")
         # Ranks draw alike: `begin` gives them a seed that one of them has drawn.
         self._choice: random.Random = random.SystemRandom() if local_row is None else random.Random(f"choice {seed}")
@@ -180,6 +190,9 @@ class TimedCalls:
         """Change the inputs of the next call unless they are `fixed`; return its keeper."""
         self._settle()
         batch, position = 0, self._workload.rows - 1
+        if self._keeps:
+            inputs.changes.holders.add(self)
+            self._logs.add(inputs.changes)
         if not fixed:
             sample, first = self._calls // self.batch, self._calls % self.batch == 0
             if first:
@@ -194,7 +207,7 @@ class TimedCalls:
                     self._renewed_at = now
                     self.renewed.append(self._calls)
                     self._renew_from = sample + (1 if self._always else RENEWED_AMONG)
-                batch, position = self._touch(inputs)
+                batch, position = self._any_row(inputs) if self._local_row is not None else self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)
                 self.changed.append(self._calls)
@@ -204,8 +217,6 @@ class TimedCalls:
         self._calls += 1
         if not self._keeps:
             return KeptCall(inputs, position, batch)
-        inputs.changes.holders.add(self)
-        self._logs.add(inputs.changes)
         kept = KeptCall(inputs, position, batch, self._number, self._drawn, whole=self._last)
         self._number += 1
         self._waiting.append(kept)
@@ -295,12 +306,17 @@ class TimedCalls:
     def renew(self, inputs: InputSet) -> None:
         """Other numbers in all inputs."""
         for index, tensor in enumerate(inputs.distinct):
-            inputs.changes.multiplied(index, self._renew(tensor.data))
+            if self._local_row is None:
+                inputs.changes.multiplied(index, self._renew(tensor.data))
+            else:
+                seed = self._seed_of_change()
+                draw(tensor.data, seed)
+                inputs.changes.drawn(index, seed)
 
     def renew_gradient(self, dout: Tensor) -> None:
         """Other signs in the rows and channels of dout, from a seed drawn now: no earlier one tells which."""
         self._take_dout_signs(dout, self._dout_seed)
-        self._dout_seed = self._choice.getrandbits(SEED_BITS)
+        self._dout_seed = self._seed_of_change()
         self._take_dout_signs(dout, self._dout_seed)
 
     def earlier_dout(self, dout: Tensor, call: KeptCall, batch: int, head: int, row: int | None = None) -> Tensor:
@@ -447,6 +463,15 @@ class TimedCalls:
             row.copy_(self._random_numbers(data)[0][number])
         self._touch_s = min(self._touch_s or inf, time.perf_counter() - started)
         return places[0]
+
+    def _any_row(self, inputs: InputSet) -> tuple[int, int]:
+        """Batch item and index of a row of q."""
+        batch = self._places.randrange(inputs.q.shape[0]) if self._row_dim else 0
+        return batch, self._places.randrange(self._workload.rows)
+
+    def _seed_of_change(self) -> int:
+        own = self._local_row is not None and self._own_seeds
+        return secrets.randbits(SEED_BITS) if own else self._choice.getrandbits(SEED_BITS)
 
     def _renew(self, data: Tensor) -> Tensor:
         signs = self._random_numbers(data)[1][self._places.randrange(SIGN_PATTERNS)]

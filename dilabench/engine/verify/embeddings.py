@@ -192,7 +192,7 @@ def _why_not_the_core(
 
 
 def _calls_text(count: float) -> str:
-    times = {0: "never", 1: "once"}.get(count, f"{count:g} times")
+    times = "never" if not count else "once" if count == 1 else f"{count:g} times"
     return f"called its attribute 'attention' {times}: that is the core, which forward must call once, with q, k and v"
 
 

@@ -241,7 +241,7 @@ class Handlers:
         weighing = weighed if command.handle in self._weighed else self._hardware.high_water()
         self._weighed.add(command.handle)
         with no_collection():
-            with settings_kept(call.changed_settings), weighing as process:
+            with settings_kept(call.changed_settings), weighing as process, call.counted() as other_bytes:
                 timed.begin(last, count=count, seed=drawn_together(self._world))
                 started = time.perf_counter_ns()
                 try:
@@ -278,6 +278,9 @@ class Handlers:
         verification = checker.check(kept) if kept is not None else None
         if not self._calls_here[command.timer]:
             verification = samples.verification
+        if other_bytes:
+            found = Check(name=CheckName.TIMED_MESSAGES, passed=False, detail="; ".join(other_bytes))
+            verification = Verification(checks=(found,))
         if replaced:
             found = Check(name=CheckName.INTACT, passed=False, detail=f"after a timed call {' and '.join(replaced)}")
             verification = Verification(checks=(found,))

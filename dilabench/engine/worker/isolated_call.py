@@ -58,17 +58,19 @@ def measure_isolated(
         timed.begin(count=count, seed=drawn_together(world), rows=TIMED_ROWS, holds=False)
         started = time.perf_counter_ns()
         try:
-            samples = timer.take(count)
+            with call.counted() as other_bytes:
+                samples = timer.take(count)
         finally:
             timed.end()
             replaced = restored()
         checker.sampled(max(0, time.perf_counter_ns() - started))
     device_of(device).release_cached()
     of_timed = checker.check(None)
+    found = [Check(name=CheckName.TIMED_MESSAGES, passed=False, detail=text) for text in other_bytes]
     if replaced:
         text = f"after a timed call {' and '.join(replaced)}"
-        found = Check(name=CheckName.INTACT, passed=False, detail=text)
-        of_timed = of_timed.model_copy(update={"checks": (*of_timed.checks, found)})
+        found.append(Check(name=CheckName.INTACT, passed=False, detail=text))
+    of_timed = of_timed.model_copy(update={"checks": (*of_timed.checks, *found)})
     # The timed inputs may be known by now, so verification uses new ones: a kept result would be wrong.
     call.timed_calls.renew(call.inputs(0))
     before = verify_sampled_rows(call)

@@ -1,5 +1,6 @@
 """What timed calls are given, that the numbers of a kept call are known later, and what calls leave running."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,6 +93,40 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, l
             assert torch.equal(row.copies[0], expected[row.batch, row.position, row.head])
     calls.release()
     assert not inputs.changes.holders
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 40, 9000])
+def test_over_ranks_all_numbers_are_new_before_every_call_and_known_later(dtype: torch.dtype, length: int) -> None:
+    one = workload(seq_len=length)
+    shapes = [(2, length, heads, 8) for heads in (4, 2, 2)]
+    ranks = [InputSet(*(torch.zeros(shape, dtype=dtype) for shape in shapes)) for _ in range(2)]
+    timed = [TimedCalls(0, one, local_row=lambda position: position) for _ in ranks]
+    given: list[list[list[torch.Tensor]]] = [[], []]
+    for calls, inputs, own in zip(timed, ranks, given, strict=True):
+        calls.begin(count=6, seed=1)
+        for _ in range(6):
+            calls.before(inputs).keep(inputs.q * 2)
+            own.append([x.clone() for x in inputs.distinct])
+        calls.end()
+    assert timed[0].drawn == timed[1].drawn
+    for calls, inputs, own in zip(timed, ranks, given, strict=True):
+        for kept in calls.take_kept():
+            assert kept.count is not None
+            for index, then in enumerate(own[kept.number]):
+                for batch, head in ((0, 0), (1, 1)):
+                    earlier = inputs.changes.earlier(index, inputs.distinct[index], kept.count, batch, head)
+                    assert torch.equal(earlier, then[batch, :, head])
+                    row = inputs.changes.earlier(index, inputs.distinct[index], kept.count, batch, head, length - 1)
+                    assert torch.equal(row[0], then[batch, -1, head])
+    if length < 9000:
+        return
+    # Of neither the call before nor another rank.
+    known = [*itertools.pairwise(given[0]), *zip(*given, strict=True)]
+    for first, second in known:
+        for x, y in zip(first, second, strict=True):
+            assert abs(float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]).float())[0, 1])) < 0.05
+            assert float((x.abs() == y.abs()).float().mean()) < 0.05
 
 
 def test_calls_are_kept_alike_whenever_they_come() -> None:
