@@ -47,6 +47,36 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         assert reason in text
 
 
+USUAL = (2, 4, "float32")
+CHANGES = {
+    "scale": ({"scale": 0.5}, USUAL),
+    "causal": ({"causal": False}, USUAL),
+    "window": ({"window": (5, 0)}, USUAL),
+    "pattern": ({"segment_lengths": (6, 12), "dilation_rates": (1, 2)}, USUAL),
+    "algorithm": ({"algorithm": "ulysses"}, USUAL),
+    "dtype": ({}, (2, 4, "float64")),
+    "batch_size": ({}, (1, 4, "float32")),
+    "num_heads": ({}, (2, 2, "float32")),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, slow(3)])
+def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(launch, ranks):
+    import library_cases
+
+    results = launch(library_cases.in_different_calls, ranks, [list(CHANGES.values())])
+    for option, *said in zip(CHANGES, *results, strict=True):
+        for text in said:
+            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank ")
+            assert text.count(f"{option} ") == 2
+
+
+def test_a_rank_that_is_late_is_waited_for(launch):
+    import library_cases
+
+    assert launch(library_cases.with_a_late_rank, 2) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("tokens", [-1, "64", 64.0])
 def test_a_length_that_is_no_number_of_tokens_is_refused(tokens):
     with pytest.raises(ValueError, match=f"seq_len {tokens!r} must be a whole number of at least 0"):
