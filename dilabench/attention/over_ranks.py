@@ -93,7 +93,7 @@ class SequenceShards:
             try:
                 workload = _workload(query, key, self, call)
                 if self.seq_len and query.shape[0 if not self.packed else -1]:
-                    known = _function(workload, self, query.device, call)
+                    known = self._new(workload, query.device, call)
                 elif query.shape[-3] != self.rows or key.shape[-3] != self.rows or value.shape != key.shape:
                     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
                     raise ValueError(f"{shapes} must have this rank's {self.rows} tokens; cut them with `shards.take`")
@@ -107,6 +107,12 @@ class SequenceShards:
                 raise ValueError(str(error)) from None
             self._functions[key_of_call] = known
         return known
+
+    def _new(self, workload: Workload, device: torch.device, call: Call) -> ShardedAttention:
+        """The computation of a call that is new to this rank; ranks exchange facts to make it."""
+        given = {"rows": self.shards.rows, "algorithm": call.algorithm, "pass": "the first, which is new"}
+        with self.world.numbered({**workload.model_dump(mode="json"), **given}):
+            return _function(workload, self, device, call)
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
         """This rank's pairs, if all ranks have equally many."""
@@ -246,9 +252,10 @@ def ring_attention(
     that should be the fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). Gradients are
     exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
-    Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things
-    that are new to all of them, and RuntimeError, after the timeout of the group at the latest, when a rank is gone or
-    repeats an earlier call while another makes a new one.
+    Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
+    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to one of
+    them; if others repeat an earlier call, gloo's ranks raise it after some seconds, and the group is of no more use,
+    while NCCL's wait for the timeout.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     refuse_forward_mode(query, key, value)

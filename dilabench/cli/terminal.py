@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Never, TextIO
 
 import typer
 
@@ -26,6 +26,13 @@ RESULT_WIDTH = 7
 ROW_INDENT = "    "
 
 
+class _KeptOpen(io.BufferedWriter):
+    """A buffer that stays open when it, or its stream, is closed."""
+
+    def close(self) -> None:
+        """Nothing: a plug-in may call it, and the command has more to print."""
+
+
 class Output(io.TextIOWrapper):
     """A standard stream whose writing never fails, because the command's work and exit code still count.
 
@@ -36,7 +43,7 @@ class Output(io.TextIOWrapper):
     lost: OSError | None = None
 
     def __init__(self, descriptor: int, encoding: str) -> None:
-        binary = io.BufferedWriter(io.FileIO(descriptor, "w"))
+        binary = _KeptOpen(io.FileIO(descriptor, "w"))
         super().__init__(binary, encoding, errors="as_json", write_through=True)
 
     def write(self, text: str) -> int:
@@ -54,6 +61,10 @@ class Output(io.TextIOWrapper):
             super().flush()
         except OSError as error:
             self._drop(error)
+
+    def detach(self) -> Never:
+        """Raise io.UnsupportedOperation: the stream would be of no more use."""
+        raise io.UnsupportedOperation("a standard stream of dilabench cannot be detached")
 
     def _drop(self, error: OSError) -> None:
         if not isinstance(error, BrokenPipeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
@@ -20,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dilabench.distributed.failures import RanksDisagreeError
+from dilabench.distributed.calls import Calls, calls_of
 from dilabench.distributed.transport.copies import Copies
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
+NOT_NUMBERED = contextlib.nullcontext()
 
 
 class Traffic:
@@ -111,7 +113,7 @@ class World:
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
     `copies`: the copy engines, if they carry the messages, else None. `transport`: what carries them, as text.
-    `counts`: messages of this rank by peer, which ranks compare.
+    `counts`: messages of this rank by peer, which ranks compare. `calls`: of a gloo group, those of all its worlds.
     """
 
     rank: int
@@ -123,6 +125,7 @@ class World:
     timeout_s: float = DEFAULT_TIMEOUT_S
     copies: Copies | None = None
     transport: str = "gloo"
+    calls: Calls | None = None
     counts: MessageCounts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +190,8 @@ class World:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             control = _control_of(group)
         rank, size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
-        return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name)
+        calls = calls_of(group, rank, size) if group is not None and name == "gloo" and size > 1 else None
+        return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name, calls=calls)
 
     def on(self, device: torch.device) -> World:
         """The same ranks for tensors on a device, with the transport of their group there. All ranks call it.
@@ -305,12 +309,9 @@ class World:
         dist.all_gather_object(facts, fact, group=self.control)
         return facts
 
-    def agree(self, what: str, fact: Any) -> None:
-        """Compare a fact over all ranks. Raises RanksDisagreeError on every rank when they differ."""
-        facts = self.share(fact)
-        if any(other != facts[0] for other in facts):
-            facts_by_rank = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(facts))
-            raise RanksDisagreeError(f"ranks disagree on {what}: {facts_by_rank}; give every rank the same request")
+    def numbered(self, request: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Number a call of the group for as long as the context is open (`calls`). All ranks do."""
+        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request)
 
     def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
         """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""

@@ -55,12 +55,13 @@ class _Outside:
     """The command's standard output while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
 
     One object for all threads, because contextlib.redirect_stdout would restore another thread's stderr. `original`:
-    `sys.__stdout__`. `running`: the current requests to plug-ins, the latest last; `watched`: the file from which
-    `watch` reads them.
+    `sys.__stdout__`; `errors`: `sys.stderr` and `sys.__stderr__`. `running`: the current requests to plug-ins, the
+    latest last; `watched`: the file from which `watch` reads them.
     """
 
     stream: TextIO
     original: TextIO | None = None
+    errors: tuple[TextIO | None, TextIO | None] = (None, None)
     inside: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: list[str] = field(default_factory=list)
@@ -71,6 +72,7 @@ class _Outside:
         with self.lock:
             if not self.inside:
                 self.stream, self.original = sys.stdout, sys.__stdout__
+                self.errors = sys.stderr, sys.__stderr__
                 sys.stdout = sys.__stdout__ = sys.stderr  # type: ignore[misc, assignment]
                 os._exit = _exit_instead
             self.inside += 1
@@ -85,6 +87,7 @@ class _Outside:
             self._write()
             if not self.inside:
                 sys.stdout, sys.__stdout__ = self.stream, self.original  # type: ignore[misc, assignment]
+                sys.stderr, sys.__stderr__ = self.errors  # type: ignore[misc, assignment]
                 os._exit = _exit
 
     def _write(self) -> None:

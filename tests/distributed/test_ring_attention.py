@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilabench.attention import chosen, sequence_shards
+from dilabench.attention import as_implementation, sequence_shards
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
 from dilabench.workload.spec import Workload
@@ -56,9 +56,39 @@ def test_packed_sequences_stay_packed_however_few_there_are(bounds):
     packed = {"batch_size": 1, "layout": "packed", "cu_seqlens": bounds, "seq_len": 60}
     shape = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8, "dtype": "float64"}
     workload = Workload.model_validate({"pattern": {"kind": "dense"}, "causal": True, **packed, **shape})
-    attend = chosen.build_over_ranks(workload, BuildContext(device=torch.device("cpu")))
+    attend = as_implementation.build_over_ranks(workload, BuildContext(device=torch.device("cpu")))
     verification = verify(attend, workload)
     assert verification.passed, summary(verification)
+
+
+USUAL = (2, 4, "float32")
+CHANGES = {
+    "scale": ({"scale": 0.5}, USUAL),
+    "causal": ({"causal": False}, USUAL),
+    "window": ({"window": (5, 0)}, USUAL),
+    "pattern": ({"segment_lengths": (6, 12), "dilation_rates": (1, 2)}, USUAL),
+    "algorithm": ({"algorithm": "ulysses"}, USUAL),
+    "dtype": ({}, (2, 4, "float64")),
+    "batch_size": ({}, (1, 4, "float32")),
+    "num_heads": ({}, (2, 2, "float32")),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, slow(3)])
+def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(launch, ranks):
+    import library_cases
+
+    results = launch(library_cases.in_different_calls, ranks, [list(CHANGES.values())])
+    for option, *said in zip(CHANGES, *results, strict=True):
+        for text in said:
+            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank ")
+            assert text.count(f"{option} ") == 2
+
+
+def test_a_rank_that_is_late_is_waited_for(launch):
+    import library_cases
+
+    assert launch(library_cases.with_a_late_rank, 2) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("tokens", [-1, "64", 64.0])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import signal
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -726,3 +727,27 @@ def test_a_suite_does_not_decide_where_its_rows_come_from() -> None:
     request = run_request(found.catalogue, suite="forged")
     planned = expand(found.catalogue, CPU, request)
     assert {one.case.implementation: one.source for one in planned} == {"mine": "theirs", "gather": None}
+
+
+SPOILT_STREAMS = """
+import sys
+from dilabench.cli.terminal import note, own_streams, say
+from dilabench.errors import PluginError
+from dilabench.plugins.boundary import guarded
+own_streams()
+try:
+    with guarded("theirs", "a test"):
+        {}
+except PluginError:
+    pass
+say("the answer")
+note("the rest")
+"""
+
+
+@pytest.mark.parametrize("spoil", ["{}.close()", "{}.buffer.close()", "{}.detach()", "{} = None", "{} = object()"])
+@pytest.mark.parametrize("stream", ["sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"])
+def test_what_a_plugin_does_to_streams_costs_no_output(spoil: str, stream: str) -> None:
+    code = SPOILT_STREAMS.format(spoil.format(stream))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "the answer\n", "note: the rest\n")

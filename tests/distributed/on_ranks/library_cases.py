@@ -1,14 +1,19 @@
 """What ranks run for `dilabench.attention.ring_attention`."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import ring_cases
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dilabench.attention import NativeSparseAttention, ring_attention, sequence_shards
 from dilabench.backends import math
 from dilabench.contracts import BuildContext
+from dilabench.distributed import calls
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.engine.verify.oracle import reference
 
@@ -142,3 +147,40 @@ def without_gradient(_world):
 def wrong_and_refused(world):
     """All, by one start of ranks."""
     return [*wrong(world), *wrong_if_empty(world), *without_gradient(world)], refusals(world)
+
+
+def in_different_calls(world, changes):
+    """What ranks say of each change if the last rank makes the changed call, which is new, and the others repeat one.
+
+    `changes`: options and tensors of the changed call, the tensors as (batch, heads, dtype).
+    """
+    calls.PATIENCE_S, calls.PERIOD_S = 0.3, 0.1
+    said = []
+    for options, (batch, heads, dtype) in changes:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+        shards = sequence_shards(24, order="contiguous", group=group)
+        usual = [torch.randn(2, shards.rows, 4, 8) for _ in range(3)]
+        for _ in range(2):
+            ring_attention(*usual, shards)
+        odd = world.rank == world.size - 1
+        inputs = [torch.randn(batch, shards.rows, heads, 8, dtype=getattr(torch, dtype)) for _ in range(3)]
+        with pytest.raises((RanksDisagreeError, RuntimeError)) as caught:
+            ring_attention(*inputs, shards, **options) if odd else ring_attention(*usual, shards)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def with_a_late_rank(world):
+    """Whether new and known calls are right although a rank comes later than others look for it."""
+    calls.PATIENCE_S, calls.PERIOD_S = 0.05, 0.02
+    shards = sequence_shards(24)
+    x = torch.randn(2, 24, 4, 8, generator=torch.Generator().manual_seed(0))
+    mine = shards.take(x)
+    right = []
+    for causal in (True, True, False, False):
+        time.sleep(0.4 * (world.rank == 1))
+        out = shards.gather(ring_attention(mine, mine, mine, shards, causal=causal))
+        heads_first = [x.transpose(1, 2)] * 3
+        expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+        right.append(torch.allclose(out, expected, atol=1e-5))
+    return right

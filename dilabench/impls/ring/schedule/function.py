@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dilabench.distributed.calls import disagreement
+from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.one_operator import eager
@@ -77,6 +79,10 @@ class ShardedAttention:
             (*lead, shards.rows[world.rank], heads, workload.head_dim)
             for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
         ]
+        # What all ranks must ask for alike, and in which pass.
+        given = {"rows": shards.rows, "algorithm": type(algorithm).__name__}
+        self._request = {**workload.model_dump(mode="json"), **given}
+        self._requests = {name: {**self._request, "pass": name} for name in ("forward", "backward")}
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
@@ -94,21 +100,23 @@ class ShardedAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out and lse as `with_lse` gives and refuses them, outside autograd, and what `backward` wants kept."""
-        self._check(q, k, v)
-        if q.ndim == 4:
-            return self._algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous())
-        out, lse, kept = self._algorithm.forward(q[None].contiguous(), k[None].contiguous(), v[None].contiguous())
-        return out[0], lse[0], kept
+        with self.world.numbered(self._requests["forward"]):
+            self._check(q, k, v)
+            if q.ndim == 4:
+                return self._algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous())
+            out, lse, kept = self._algorithm.forward(q[None].contiguous(), k[None].contiguous(), v[None].contiguous())
+            return out[0], lse[0], kept
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of contiguous q, k, v and what `forward` gave for them."""
         dout, kept = dout.contiguous(), tuple(kept)
-        if q.ndim == 4:
-            return self._algorithm.backward(dout, q, k, v, out, lse, kept)
-        dq, dk, dv = self._algorithm.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], kept)
-        return dq[0], dk[0], dv[0]
+        with self.world.numbered(self._requests["backward"]):
+            if q.ndim == 4:
+                return self._algorithm.backward(dout, q, k, v, out, lse, kept)
+            dq, dk, dv = self._algorithm.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], kept)
+            return dq[0], dk[0], dv[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
         """Itself: ranks and their connections cannot be copied, and the object has no other mutable state."""
@@ -120,15 +128,17 @@ class ShardedAttention:
             return
         w, given = self.workload, [tuple(x.shape) for x in (q, k, v)]
         if not self._compared:
-            facts = self.world.share((w.model_dump_json(), self.shards.rows, None if right else str(given)))
+            token = self.world.calls and self.world.calls.token
+            facts = self.world.share((self._request, None if right else str(given), token))
             self._compared = True
-            wrong = {rank: fact[2] for rank, fact in enumerate(facts) if fact[2]}
+            if self.world.calls is not None:
+                self.world.calls.met(facts[0][2])
+            wrong = {rank: shapes for rank, (_, shapes, _) in enumerate(facts) if shapes}
             if wrong and right:
                 shapes_of_ranks = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
                 raise ValueError(f"{shapes_of_ranks}: no shards of {w.label()}")
-            if any(fact[:2] != facts[0][:2] for fact in facts):
-                self.world.agree("the workload", (w.label(), self.shards.rows))
-                self.world.agree("the workload", w.model_dump_json())
+            if text := disagreement({rank: request for rank, (request, _, _) in enumerate(facts)}):
+                raise RanksDisagreeError(text)
         if not right:
             raise ValueError(
                 f"rank {self.world.rank} got q, k, v of {given}, but its shards of {w.label()} on {self.world.size} "
