@@ -147,7 +147,7 @@ def test_a_misspelt_keyword_names_the_nearest(keyword):
 
 
 @pytest.mark.parametrize(
-    "path", [*(ROOT / "docs" / "results").glob("h200-*.json"), *(ROOT / "tests" / "golden").glob("run*")]
+    "path", [*(ROOT / "docs" / "results").glob("h200-*.json.xz"), *(ROOT / "tests" / "golden").glob("run*")]
 )
 def test_a_printed_record_is_its_answer_in_ten_lines(path):
     record = dilabench.load(path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilabench.attention import chosen, dilated_attention
+from dilabench.attention import as_implementation, dilated_attention
 from dilabench.choice import computation, first_use
 from dilabench.choice.computation import machine_of
 from dilabench.choice.measured import TunedCell, TuneFile, configuration, read_tune_file, remember, tune_path
@@ -272,7 +272,7 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(computation, "choose", choose)
     branches = {"segment_lengths": (24,), "dilation_rates": (2,)}
-    built = chosen.build(workload(mode=mode, seq_len=73, **branches), BuildContext(device=CPU))
+    built = as_implementation.build(workload(mode=mode, seq_len=73, **branches), BuildContext(device=CPU))
     assert asked == [mode]
     assert isinstance(built, WithNotes)
     (note,) = built.notes
@@ -289,7 +289,7 @@ def test_a_rule_that_leaves_the_backend_open_is_told_with_the_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
-    found = chosen.build(workload(layout="packed", cu_seqlens=(0, 100, 256)), BuildContext(device=CPU))
+    found = as_implementation.build(workload(layout="packed", cu_seqlens=(0, 100, 256)), BuildContext(device=CPU))
     best = discover().catalogue.preferred_backends(Machine(device="cpu"))[0]
     assert found.notes[0].message == f"strided:{best} (rule)"
     q = torch.randn(256, 2, 16)

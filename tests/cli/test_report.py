@@ -8,7 +8,7 @@ import pytest
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder
-from tests.conftest import smallest_of_each_suite
+from tests.conftest import smallest_of_each_suite, text_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,12 +16,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 # `tests/report/test_one_row_view.py` has the tables of all.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", sorted(smallest_of_each_suite((DOCS / "results").glob("*.json"))), ids=lambda path: path.stem
+    "path", sorted(smallest_of_each_suite((DOCS / "results").glob("*.json.xz"))), ids=lambda path: path.stem
 )
 def test_records_in_the_documentation_are_shown(cli, path):
     result = cli("report", str(path))
     assert result.exit_code == 0, result.stderr
-    environment = json.loads(path.read_text())["environment"]
+    environment = json.loads(text_of(path))["environment"]
     device = environment["gpus"][0]["name"] if environment["gpus"] else environment["cpu"]["model"]
     assert device in result.stdout
 

@@ -62,16 +62,16 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 def recorded():
     """(file, case, device, peak) of every measured row without optimizations that keep memory between calls."""
-    for path in sorted(RESULTS.glob("*.json")):
-        record = read_record(path)
+    for path in sorted(RESULTS.glob("*.json.xz")):
+        record, name = read_record(path), path.name.partition(".")[0]
         for row in record.rows:
             workload = row.case.workload
             switched = row.case.optimizations
             plain = not (switched.buffer_pool_bytes or switched.cuda_graph or switched.compile)
-            outdated = (path.stem, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
+            outdated = (name, row.case.implementation, workload.seq_len, workload.mode) in OUTDATED
             known = row.case.implementation in CATALOGUE.implementations
             if plain and known and not outdated and isinstance(row.outcome, Measured) and row.outcome.memory:
-                yield path.stem, row.case, record.device, row.outcome.memory.peak_bytes
+                yield name, row.case, record.device, row.outcome.memory.peak_bytes
 
 
 ROWS = list(recorded())
