@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
-from dilabench.attention.sequences import kinds_of, spans_of
+from dilabench.attention.sequences import key_bounds, kinds_of, spans_of
 from dilabench.choice.computation import automatic, backend_of, check_backend, over, over_backends
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
@@ -85,7 +85,7 @@ def attend(
         bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen)
         query, key, value = query[None], key[None], value[None]
     if cu_seqlens_k is not None or key_lengths is not None:
-        ends, unread_ends = operands.key_bounds(key, packed, cu_seqlens_k, key_lengths)
+        ends, unread_ends = key_bounds(key, packed, cu_seqlens_k, key_lengths)
     if sink is not None:
         operands.check_is_tensor(sink)
     given = pattern
