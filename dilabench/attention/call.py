@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
-from dilabench.attention.sequences import kinds_of, spans_of
+from dilabench.attention.sequences import key_bounds, kinds_of, spans_of
 from dilabench.choice.computation import automatic, backend_of, check_backend, over, over_backends
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
@@ -85,7 +85,7 @@ def attend(
         bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen)
         query, key, value = query[None], key[None], value[None]
     if cu_seqlens_k is not None or key_lengths is not None:
-        ends, unread_ends = operands.key_bounds(key, packed, cu_seqlens_k, key_lengths)
+        ends, unread_ends = key_bounds(key, packed, cu_seqlens_k, key_lengths)
     if sink is not None:
         operands.check_is_tensor(sink)
     given = pattern
@@ -172,10 +172,17 @@ class _Finder:
     def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
         """The number of pairs is the same for every dtype and device."""
         of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (q, k))
+        if call.key_bounds:
+            alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+            runs = (
+                kinds_of((of_query, of_key, of_key), *spans) for spans in spans_of((of_query, of_key, of_key), call)
+            )
+            return sum(self._pairs_for(run[0][0], run[1][0], alone, indices) for run in runs)
         if indices is not None:
             call = call._replace(pattern=call.pattern.model_copy(update={"top_k": indices[-1]}))
         workload = operands.workload_of((of_query, of_key, of_key), call)
-        return attended_pairs(workload) if workload else 0
+        # More queries than keys all see all.
+        return attended_pairs(workload) * max(q[1], k[1]) // k[1] if workload else 0
 
 
 FINDER = _Finder()

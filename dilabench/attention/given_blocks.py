@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,13 +216,16 @@ def _of_query_blocks(
             if start < stop:
                 blocks += -(-(end - begin) // block_size) - (end - begin - stop + start) // block_size
         _check_indices(indices, key.shape[2], blocks, block_size, query.device)
-    here: Any = {"device": query.device, "dtype": torch.int64}
-    starts = torch.tensor(of_queries, **here) if unread[0] is None else unread[0].to(**here)
-    ends = starts
-    if unread[1] is not None:
-        ends = unread[1].to(**here) if packed else torch.nn.functional.pad(unread[1].to(**here).cumsum(0), (1, 0))
-    elif of_keys:
-        ends = torch.tensor(of_keys, **here)
+    starts, ends = (
+        torch.tensor(numbers, dtype=torch.int64, device=query.device)
+        if x is None
+        else x.to(device=query.device, dtype=torch.int64)
+        for x, numbers in zip(unread, (of_queries, of_keys or of_queries), strict=True)
+    )
+    if unread[1] is None and not of_keys:
+        ends = starts
+    elif unread[1] is not None and not packed:
+        ends = torch.nn.functional.pad(ends.cumsum(0), (1, 0))
     # Behind the last sequence there are no queries.
     queries, keys = starts.diff(append=starts[-1:]), ends.diff(append=ends[-1:])
     before = keys - queries

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dilabench.attention import operands
 from dilabench.attention.call import attend
-from dilabench.attention.sequences import spans_of
+from dilabench.attention.sequences import key_bounds, spans_of
 from dilabench.impls.call import Call, pattern_of
 from dilabench.impls.last_rows import Span
 from dilabench.impls.multihead import check_embeddings, check_sizes
@@ -182,7 +182,7 @@ def _spans(
     given = cu_seqlens_k is not None or key_lengths is not None
     if packed or given:
         bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, rows)
-        ends, unread = operands.key_bounds(key, packed, cu_seqlens_k, key_lengths) if given else (bounds, None)
+        ends, unread = key_bounds(key, packed, cu_seqlens_k, key_lengths) if given else (bounds, None)
         if unread is not None:
             ends = operands.bounds(unread, tokens)
         call = Call(DENSE, causal=True, cu_seqlens=bounds, key_bounds=ends)

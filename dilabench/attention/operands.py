@@ -335,31 +335,6 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int | None = None, name: 
     return bounds
 
 
-def key_bounds(
-    key: Tensor,
-    packed: bool,
-    cu_seqlens_k: Sequence[int] | Tensor | None,
-    key_lengths: Sequence[int] | Tensor | None,
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or as they are
-    if a compiler traces their tensor. Raises ValueError.
-    """
-    if packed == (cu_seqlens_k is None) or packed == (key_lengths is not None):
-        raise ValueError(
-            "cu_seqlens_k goes with cu_seqlens, packed sequences [T, H, D], and key_lengths with a batch [B, M, H, D]; "
-            f"got cu_seqlens_k {cu_seqlens_k!r:.80} and key_lengths {key_lengths!r:.80} "
-            f"{'with' if packed else 'without'} cu_seqlens"
-        )
-    name, given = ("cu_seqlens_k", cu_seqlens_k) if packed else ("key_lengths", key_lengths)
-    assert given is not None
-    if isinstance(given, Tensor) and torch.compiler.is_compiling():
-        check_bounds_dtype(given, name)
-        return (), given
-    if not packed and not key.shape[0]:
-        return (), None
-    return bounds(given, key.shape[0] if packed else None, name), None
-
-
 def packing(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int] | Tensor | None, max_seqlen: int | None
 ) -> tuple[tuple[int, ...], int, Tensor | None]:

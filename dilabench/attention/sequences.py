@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from torch import Size
+import torch
+from torch import Size, Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
 from dilabench.impls.call import Call
 from dilabench.impls.last_rows import Span
+
+
+def key_bounds(
+    key: Tensor,
+    packed: bool,
+    cu_seqlens_k: Sequence[int] | Tensor | None,
+    key_lengths: Sequence[int] | Tensor | None,
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or as they are
+    if a compiler traces their tensor. Raises ValueError.
+    """
+    if packed == (cu_seqlens_k is None) or packed == (key_lengths is not None):
+        raise ValueError(
+            "cu_seqlens_k goes with cu_seqlens, packed sequences [T, H, D], and key_lengths with a batch [B, M, H, D]; "
+            f"got cu_seqlens_k {cu_seqlens_k!r:.80} and key_lengths {key_lengths!r:.80} "
+            f"{'with' if packed else 'without'} cu_seqlens"
+        )
+    name, given = ("cu_seqlens_k", cu_seqlens_k) if packed else ("key_lengths", key_lengths)
+    assert given is not None
+    if isinstance(given, Tensor) and torch.compiler.is_compiling():
+        operands.check_bounds_dtype(given, name)
+        return (), given
+    if not packed and not key.shape[0]:
+        return (), None
+    return operands.bounds(given, key.shape[0] if packed else None, name), None
 
 
 def spans_of(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:

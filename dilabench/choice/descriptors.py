@@ -110,8 +110,7 @@ class Capabilities:
     zero_keys: bool = False
     """Whether it computes attended zero keys."""
     last_rows: bool = False
-    """Whether it takes fewer queries than keys, the last rows of the square; `choice.computation` runs others over the
-    square."""
+    """Whether it takes fewer queries than keys, the last rows of the square."""
     sums: bool = False
     """Whether it computes sums of several attentions, each with its own softmax."""
     head_dim_multiple: Count = 1
@@ -423,9 +422,7 @@ def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
 
 @functools.cache
 def installed_version(name: str) -> str | None:
-    """The version of the distribution that a module comes from, nearly always one of the same name, or of the
-    distribution of this name; None if neither is installed.
-    """
+    """The version of a module's distribution, or of the distribution of this name; None if neither is installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     if name in sys.modules or (name.isidentifier() and importlib.util.find_spec(name) is not None):

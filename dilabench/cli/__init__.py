@@ -33,9 +33,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports, and a record, are a great many small objects without cycles: to look for garbage among them takes a third
     # of the time.
     gc.set_threshold(100_000, 50, 100)
-    # Last of all exit handlers: Python then gives signals their default back, and one would replace the exit code.
-    for number in ENDING:
-        atexit.register(signal.signal, number, signal.SIG_IGN)
     # Until something can be lost, Ctrl-C just ends the process, as the other signals do.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -47,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     end_by_signals()
     own_streams()
     code: object = 1
+    if argv is None:
+        # Last of all exit handlers, for Python then gives signals their default back, and waits for finalisers of
+        # plug-ins: a signal would replace the exit code.
+        atexit.register(lambda: leave_at_once(code))
     try:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
     except SystemExit as leaving:
@@ -145,6 +146,15 @@ def _asks_for_a_type(frame: FrameType | None) -> bool:
     return False
 
 
+def leave_at_once(code: object) -> None:
+    """End the process with the exit code of a SystemExit, once what was printed is written."""
+    for stream in (sys.stdout, sys.stderr):
+        # A plug-in may have closed or replaced it.
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
 def leave_by_signals(code: object) -> None:
     """Make a signal end the process immediately, from now on: the command has ended, and its exit code is known.
 
@@ -155,7 +165,7 @@ def leave_by_signals(code: object) -> None:
     from dilabench.errors import ExitCode
 
     def leave(_number: int = 0, _frame: FrameType | None = None) -> None:
-        _exit(code if isinstance(code, int) else 0 if code is None else 1)
+        leave_at_once(code)
 
     def wait() -> None:
         # Libraries may handle other signals.

@@ -290,17 +290,8 @@ def as_one_operator(
     return out, lse.detach()
 
 
-def _shapes_of_results(
-    q: Tensor,
-    _k: Tensor,
-    _v: Tensor,
-    _sink: Tensor | None,
-    _indices: Tensor | None,
-    _bounds: Tensor | None,
-    _key_bounds: Tensor | None,
-    _number: int,
-    asked: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    asked: str = others[-1]
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if asked and read_call(asked).algorithm else 0
     return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
@@ -445,21 +436,9 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         warn_of_packings(tuple(map(int, cu_seqlens)))
-    options = (
-        pattern,
-        sizes,
-        fractions,
-        causal,
-        window,
-        scale,
-        cu_seqlens,
-        max_seqlen,
-        wants_gradient,
-        backend,
-        algorithm,
-        key_bounds_as_numbers,
-    )
-    asked = written(*options) if pattern else ""
+    of_pattern, of_mask = (pattern, sizes, fractions), (causal, window, scale)
+    others: Any = cu_seqlens, max_seqlen, wants_gradient, backend, algorithm, key_bounds_as_numbers
+    asked = written(*of_pattern, *of_mask, *others) if pattern else ""
     # A trace must see all results whose size it does not know.
     out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, key_bounds, number, asked)
     return out, lse, kept

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from dilabench.attention import attention, call, dilated_attention, native_sparse_attention
 from dilabench.impls.last_rows import aligned
@@ -344,3 +345,30 @@ def test_native_sparse_attention_with_compressed_keys_of_a_cache() -> None:
     of_queries = torch.cat([gates[:1, 37:], gates[1:, 17:20]])
     out = native_sparse_attention(queries, k, v, of_queries, key_lengths=(40, 20), **named, **spans)
     torch.testing.assert_close(out, torch.cat([wanted[:, 37:], of_second[:, 17:]]))
+
+
+def test_flops_count_the_rows_that_are_there() -> None:
+    q, k, v = tensors(3, 8)
+
+    def pairs(function: Any, *inputs: Tensor, **options: Any) -> float:
+        with FlopCounterMode(display=False) as counter:
+            function(*inputs, **options)
+        return counter.get_total_flops() / (4 * 16 * 4)
+
+    assert pairs(attention, q, k, v) == 2 * 3 * 8
+    assert pairs(attention, k.repeat(1, 1, 2, 1), q[:, :, :2], q[:, :, 2:]) == 2 * 8 * 3
+    assert pairs(attention, q, k, v, causal=True) == 2 * (6 + 7 + 8)
+    assert pairs(attention, q, k, v, causal=True, key_lengths=(8, 3)) == (6 + 7 + 8) + (1 + 2 + 3)
+    packed = {"cu_seqlens": (0, 1, 3), "cu_seqlens_k": (0, 5, 8)}
+    assert pairs(attention, q[0], k[0], v[0], causal=True, **packed) == 5 + (2 + 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_and_autocast(dtype: torch.dtype) -> None:
+    q, k, v = (x.float() for x in tensors(2, 40))
+    exact = attention(q, k, v, causal=True, window=(20, 0))
+    out = attention(*(x.to(dtype) for x in (q, k, v)), causal=True, window=(20, 0))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), exact, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(q, k, v, causal=True, key_lengths=(40, 20)).dtype == torch.bfloat16

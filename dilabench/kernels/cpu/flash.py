@@ -107,7 +107,8 @@ def attend(
     if lse is None:
         lse = q.new_empty((B, H, M), dtype=torch.float32)
     threads = _threads(2, q, k, mask, blocks)
-    rows, L, K, _ = M * (H // k.shape[2]), *k.shape[1:]
+    _, L, K, _ = k.shape
+    rows = M * (H // K)
     if blocks is None and rows <= FEW_ROWS and M:
         # As many parts as give every thread work, of no fewer keys than those that are copied together.
         parts = max(1, min(-(-2 * threads // max(1, B)), L // (2 * KEYS)))
