@@ -701,3 +701,10 @@ def test_a_package_that_is_gone_is_no_bug(cli, monkeypatch):
     monkeypatch.setattr("dilabench.cli.app.__file__", "/gone/app.py")
     text = refused(cli("report", "latest"), code=3)
     assert "dilabench was removed or replaced while it ran (ModuleNotFoundError: No module named" in text
+
+
+def test_the_doctor_answers_where_no_file_can_be_written(tmp_path):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    code = f"{limited}; from dilabench.cli import main; main(['doctor'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, "temporary:" in done.stdout) == (0, True), done.stderr

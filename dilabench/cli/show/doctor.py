@@ -61,7 +61,11 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _written() -> dict[str, tuple[Path, str]]:
     """The folders that a run writes to, with how to choose another."""
-    temporary = Path(tempfile.gettempdir())
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        # No folder takes a file: the first one that Python tries stands for all.
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp")
     return {
         "results": (DEFAULT_FOLDER, OTHER_FOLDER),
         "store": (store_root(), f"set {STORE_VARIABLE} to another folder"),
