@@ -17,6 +17,7 @@ from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, Sizes, parsed_toml, unknown_key, validated
+from dilabench.workload.batch_notation import BATCH
 from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
@@ -202,9 +203,9 @@ def run_request(
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
     # Fields of all patterns are asked for only if the name is none of these.
-    for name in sorted(assigned.keys() - WorkloadRequest.model_fields.keys()):
+    for name in sorted(assigned.keys() - {*WorkloadRequest.model_fields, BATCH}):
         if name not in request_fields():
-            known = {*WorkloadRequest.model_fields, *request_fields(), *BY_SET, *own, *keywords}
+            known = {*WorkloadRequest.model_fields, BATCH, *request_fields(), *BY_SET, *own, *keywords}
             raise ConfigError(unknown_key(name, known))
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}

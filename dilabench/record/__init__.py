@@ -28,7 +28,7 @@ from dilabench.validation import Model, Several, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 # Of every change that an older version cannot read, a new key or a new word for one included (`store.migrations`).
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 # The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 

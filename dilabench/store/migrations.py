@@ -112,7 +112,11 @@ def _unchanged(row: Document) -> Document:
 # From each version to the next one, row by row. Rows that the next version wrote stay as they are: a resumed run has
 # rows of both below one header.
 STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType(
-    {"1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1"), "1.1": (_unchanged, "1.2")}
+    {
+        "1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1"),
+        "1.1": (_unchanged, "1.2"),
+        "1.2": (_unchanged, "1.3"),
+    }
 )
 
 

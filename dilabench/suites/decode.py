@@ -31,9 +31,9 @@ ON_GPU: dict[str, tuple[Sizes, Sizes]] = {
     "chunked_prefill_2k": ((2**17,), (1,)),
 }
 ON_CPU: dict[str, tuple[Sizes, Sizes]] = {
-    "llama3_8b_decode": ((2**11, 2**13), (1, 4)),
+    "llama3_8b_decode": ((2**11, 2**13), (1,)),
     "longnet_decode": ((2**16,), (1,)),
-    "speculative_4": ((2**13,), (1,)),
+    "speculative_4": ((2**11,), (1, 4)),
 }
 COLUMNS_OF_ANSWER = (
     "workload",

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+# The field of a request that holds it.
+BATCH = "batch"
 _REQUESTS = re.compile(r"(?P<count>\d{1,6})?q(?P<queries>\d{1,9}k?)(?:s(?P<sequence>\d{1,9}k?))?")
 # A larger number would be a typing error.
 MOST_REQUESTS = 2**16
@@ -26,12 +28,12 @@ def with_batch_fields(data: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if `batch` is given together with one of these fields.
     """
-    if "batch" in data:
-        fields = _fields(str(data["batch"]))
+    if BATCH in data:
+        fields = _fields(str(data[BATCH]))
         clash = sorted(data.keys() & {*PACKED_BY_BATCH, *fields})
         if clash:
-            raise ValueError(f"batch={data['batch']!r} determines {clash[0]}; omit one of the two")
-        return {name: value for name, value in data.items() if name != "batch"} | fields
+            raise ValueError(f"batch={data[BATCH]!r} determines {clash[0]}; omit one of the two")
+        return {name: value for name, value in data.items() if name != BATCH} | fields
     bounds = data.get("cu_seqlens")
     if isinstance(bounds, str):
         bounds = bounds.strip("()[] ").split(",")

@@ -35,7 +35,7 @@ from dilabench.patterns.registry import (
 )
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
-from dilabench.workload.batch_notation import with_batch_fields
+from dilabench.workload.batch_notation import BATCH, with_batch_fields
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -375,7 +375,7 @@ class WorkloadRequest(_Shaped):
         """Validate fields that do not belong to the shape by the pattern that has such a field."""
         if not isinstance(data, dict):
             return data
-        if "batch" in data or data.get("cu_seqlens"):
+        if BATCH in data or data.get("cu_seqlens"):
             data = with_batch_fields(data)
         kind_name = data.get("pattern", DEFAULT_PATTERN)
         fields_of_kind = (

@@ -1,5 +1,7 @@
 """Adversaries and what becomes of them: those that would get a time that they have not earned get none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,7 +26,8 @@ def outcome(engine, catalogue):
         takes = options.pop("takes")
         for one in (name, *beside):
             target = f"adversaries:{one}"
-            catalogue.implementations.add(Implementation(one, "", target, supports=DENSE, takes=takes), "builtin")
+            supports = replace(DENSE, last_rows="query_len" in workload)
+            catalogue.implementations.add(Implementation(one, "", target, supports=supports, takes=takes), "builtin")
         record = of.record = engine(name, *beside, workload=workload, **options)
         found = {row.case.implementation: row.outcome for row in record.rows}
         return found if beside else found[name]
@@ -43,6 +46,13 @@ def test_a_first_call_in_a_fresh_process_is_checked(outcome, name):
     assert TIMED in found.why
 
 
+@pytest.mark.parametrize("queries", [1, 5, slow(92)])
+def test_right_last_rows_have_a_time(outcome, queries):
+    found = outcome("last_rows", seq_len=93, query_len=queries)
+    assert isinstance(found, Measured), found.why
+    assert all(row < queries for _, _, row, _ in found.verification.timed_rows)
+
+
 def test_a_right_first_call_has_a_time(outcome):
     found = outcome("honest", timing="first_call", mode="both")
     assert isinstance(found, Measured), found.why
@@ -50,6 +60,7 @@ def test_a_right_first_call_has_a_time(outcome):
 
 
 IN_TWO_ITEMS = {"batch_size": 2}
+OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
 
 
 # Of each way to be wrong one; its kin are slow.
@@ -63,6 +74,13 @@ IN_TWO_ITEMS = {"batch_size": 2}
         ("takes_dout_to_lie_as_out", {"mode": "both"}, "right only if dout has the memory layout of out: "),
         ("shifted_by_one", {}, "out is that of the position one earlier (shifted by one)"),
         slow("not_causal", {}, "out is that of causal=false"),
+        ("first_rows", OVER_A_CACHE, "out is that of queries that are the first rows of the keys, not the last"),
+        ("rows_one_early", OVER_A_CACHE, "out is that of queries one position before the last rows (off by one)"),
+        ("rows_of_a_whole_chunk", OVER_A_CACHE, "as if 16 were there (a short last chunk)"),
+        ("last_block_of_keys_missed", OVER_A_CACHE, "the last 13 keys not read (a short last block of keys)"),
+        slow("rows_one_early", {**OVER_A_CACHE, "query_len": 1}, "dependency"),
+        ("last_rows_of_known_keys", {**OVER_A_CACHE, "query_len": 1}, TIMED),
+        slow("early_once_timed", OVER_A_CACHE, TIMED),
         slow("without_scale", {}, "out is that of scale=1 (no scale)"),
         slow("over_heads", {"causal": False}, "out is that of attention over heads, not positions"),
         ("lazy_subclass", {}, "a subclass of Tensor"),

@@ -144,7 +144,7 @@ def test_winners_ties_and_reasons(make_row, make_record):
     assert fields[2].reasons == ("gather over math skipped: too long",)
 
 
-@pytest.mark.parametrize("suite", ["quick", "block-sparse", "range"])
+@pytest.mark.parametrize("suite", ["decode", "quick", "block-sparse", "range"])
 def test_the_command_of_a_row_plans_that_row(suite, make_record):
     catalogue, machine = discover().catalogue, detect("cpu")
     asked = run_request(catalogue, suite=suite, run={"lengths": [256, 512]} if suite == "range" else {})

@@ -3,6 +3,7 @@
 Right results come from `attend`; each adversary says in a line what is wrong with it.
 """
 
+import itertools
 import math
 import signal
 import sys
@@ -1062,6 +1063,53 @@ def raises_what_cannot_be_printed(workload, context):
 
 def shifted_by_one(workload, context):
     return lambda q, k, v: attend(q, k, v, workload.causal).roll(1, 1)
+
+
+def _of_rows(workload, begin, missing=0):
+    """Causal attention whose queries are the rows from `begin` on, without the last keys that are missing."""
+    keys = workload.seq_len - missing
+    seen = torch.arange(begin, begin + workload.rows)[:, None] >= torch.arange(keys)
+
+    def attend_rows(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k[:, :keys], v[:, :keys]))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out.transpose(1, 2).contiguous()
+
+    return attend_rows
+
+
+def last_rows(workload, context):
+    return _of_rows(workload, workload.first_row)
+
+
+def first_rows(workload, context):
+    return _of_rows(workload, 0)
+
+
+def rows_one_early(workload, context):
+    return _of_rows(workload, workload.first_row - 1)
+
+
+def rows_of_a_whole_chunk(workload, context):
+    return _of_rows(workload, workload.seq_len - 16)
+
+
+def last_block_of_keys_missed(workload, context):
+    return _of_rows(workload, workload.first_row, workload.seq_len % 16)
+
+
+def last_rows_of_known_keys(workload, context):
+    right, known = last_rows(workload, context), {}
+
+    def remembering(q, k, v):
+        return right(q, *known.setdefault((k.data_ptr(), v.data_ptr()), (k.clone(), v.clone())))
+
+    return remembering
+
+
+def early_once_timed(workload, context):
+    right, wrong, calls = last_rows(workload, context), rows_one_early(workload, context), itertools.count()
+    return lambda q, k, v: (right if next(calls) < 60 else wrong)(q, k, v)
 
 
 def not_causal(workload, context):
