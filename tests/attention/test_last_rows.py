@@ -314,6 +314,39 @@ def test_no_graph_is_compiled_anew_as_a_cache_grows() -> None:
     assert len(graphs) == 1
 
 
+def test_one_graph_takes_any_bounds_of_queries_and_keys() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Any, of_keys: Any) -> Tensor:
+        options = {"segment_lengths": (8, 32), "dilation_rates": (1, 2), "causal": True}
+        return dilated_attention(q, k, v, cu_seqlens=bounds, cu_seqlens_k=of_keys, **options)
+
+    compiled = torch.compile(attend, backend=counted, fullgraph=True)
+    q, k, v = (x[0] for x in tensors(5, 30))
+    for bounds in (((0, 2, 5), (0, 12, 30)), ((0, 1, 5), (0, 3, 30)), ((0, 5, 5), (0, 29, 30))):
+        found = compiled(q, k, v, *map(torch.tensor, bounds))
+        torch.testing.assert_close(found, attend(q, k, v, *bounds))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"key_lengths": [9, 30]}], ids=["batch", "cache"])
+def test_native_sparse_attention_compiles_without_a_graph_break(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(3, 30)
+    gates = torch.rand(2, 3, 4, 3, dtype=torch.float64)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return native_sparse_attention(*inputs, block_size=16, top_k=2, window=9, **options)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, gates), attend(q, k, v, gates))
+
+
 def test_vmap_over_caches() -> None:
     q, k, v = (torch.stack([x, x + 1]) for x in tensors(2, 8))
     lengths = torch.tensor([8, 3])

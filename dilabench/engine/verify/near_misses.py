@@ -277,7 +277,8 @@ def _misread(part: _Part) -> Tensor:
 def _over_heads(part: _Part) -> Tensor:
     place = part.rows.to(part.q.device)
     group = part.workload.group_size
-    q, k, v = part.q[:, place].double(), *(x[:, place + part.workload.first_row].double() for x in (part.k, part.v))
+    q = part.q[:, place].double()
+    k, v = (x[:, place + part.workload.first_row].double() for x in (part.k, part.v))
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     return (q @ k.mT * part.workload.softmax_scale).softmax(-1) @ v
 
