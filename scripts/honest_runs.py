@@ -27,6 +27,7 @@ import torch
 
 from dilabench.distributed.launch import meeting_store
 from dilabench.distributed.world import World
+from dilabench.engine.call.counted_bytes import counted
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.case_spec import case_spec
@@ -136,7 +137,7 @@ def failures_of(
     outputs.know(verification)
     for last in (False, True):
         call.timed_calls.begin(last, seed=seed)
-        with call.counted() as other_bytes:
+        with counted(call) as other_bytes:
             for _ in range(TIMED_CALLS):
                 call.fresh()()
         kept = call.timed_calls.end()

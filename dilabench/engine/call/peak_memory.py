@@ -36,7 +36,7 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
     given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
     # Offloaded inputs are not in the memory that is measured.
     inputs = sum(tensor.nbytes for tensor in given if tensor.device == call.device)
-    parameters = sum(parameter.nbytes for parameter in call.parameters())
+    parameters = sum(parameter.nbytes for parameter in call.parameters)
     saved = _saved_for_backward(call) if call.workload.mode != "forward" else None
     held, kept = call.held_bytes, kept_bytes(call)
     if profiled_call is not None:
@@ -70,7 +70,7 @@ def kept_bytes(call: PreparedCall) -> int:
     """
     if call.world is not None:
         return 0
-    given = [*call.inputs(0).distinct, *call.parameters(), call.context, call.workload]
+    given = [*call.inputs(0).distinct, *call.parameters, call.context, call.workload]
     known = _storages([*given, *([call.output_gradient()] if call.workload.mode != "forward" else [])], call.device)
     found = _storages([call.built], call.device)
     return sum(size for place, size in found.items() if place not in known)
@@ -140,7 +140,7 @@ def allocations(profiler: profile) -> tuple[int, int]:
 def _saved_for_backward(call: PreparedCall) -> int:
     """Bytes of distinct storages that autograd keeps between forward and backward, without inputs and parameters."""
     inputs = call.inputs(0)
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.distinct, *call.parameters())}
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.distinct, *call.parameters)}
     seen: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

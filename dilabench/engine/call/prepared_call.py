@@ -1,8 +1,8 @@
 """A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,9 +27,10 @@ from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, compiling, graphed
 from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.returned import UnusableFunctionError, no_gradient, not_callable, not_plain
 from dilabench.engine.call.specs import CaseSpec
-from dilabench.engine.call.timed_calls import KeptCall, TimedCalls
+from dilabench.engine.call.timed_calls import TimedCalls
 from dilabench.engine.call.torch_settings import settings_kept
 from dilabench.engine.device.device import device_of
 from dilabench.metadata import (
@@ -76,10 +77,9 @@ class PreparedCall:
         self._input_store = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else input_store
         self.world = world
         self._shards: dict[int, InputSet] = {} if shards is None else shards
-        # The counters of a call over ranks, and the bytes that it, with what is done before it, sends and receives.
+        # The counters of a call over ranks, its bytes with those of `fresh` (sent, received), and calls but replays.
         self._traffic: dict[str, int] = {}
-        self._bytes_of_call = 0, 0
-        self._replays = 0
+        self.counted_calls, self.bytes_of_call = 0, (0, 0)
         self._next = self._calls = 0
         self._sets = 1
         # Further calls are on the current input set, so that each shares its addresses with the one before.
@@ -108,16 +108,16 @@ class PreparedCall:
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
-        # Asked for once, and not of a method of its own, which could name others when timed.
-        self._parameters = list(torch.nn.Module.parameters(self.module)) if self.module is not None else []
+        # Trainable ones of a module, asked for once, and not of its own method, which could name others when timed.
+        parameters = torch.nn.Module.parameters(self.module) if self.module is not None else ()
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         # A copy of the module as it was at its verification: what it keeps in later calls does not change this one.
         self.reference: torch.nn.Module | None = None
         self._timed("inputs", lambda: self.inputs(0))
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
         self.function = self.whole if self.takes_whole else self._sharded
         local_row = None if world is None else self._local_row
-        own_seeds = not self.takes_whole
-        self.timed_calls = TimedCalls(spec.seed, self.workload, spec.takes, local_row, own_seeds=own_seeds)
+        self.timed_calls = TimedCalls(spec.seed, self.workload, spec.takes, local_row, own_seeds=not self.takes_whole)
         self._timed("first_call", self._call_once)
         with settings_kept(self.changed_settings):
             self.call_ns = self._estimate_ns()
@@ -132,13 +132,8 @@ class PreparedCall:
         if not self.keeps_set:
             self._next = (self._next + 1) % self._sets
         self._calls += 1
-        return self._call_of(inputs, self._keeper(inputs))
-
-    def _keeper(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall:
-        """The keeper of the next call; of one outside of a timing it keeps nothing."""
-        if self.timed_calls.active:
-            return self.timed_calls.before(inputs, fixed=fixed)
-        return KeptCall(inputs, self.workload.rows - 1)
+        self.counted_calls += 1
+        return self._call_of(inputs, self.timed_calls.before(inputs))
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed.
@@ -154,8 +149,7 @@ class PreparedCall:
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
         self._calls += 1
-        self._replays += 1
-        kept = self._keeper(captured.inputs, fixed=self._backward_only)
+        kept = self.timed_calls.before(captured.inputs, fixed=self._backward_only)
         self._renew_gradient()
         self._together()
         kept.overwritten = True
@@ -174,8 +168,7 @@ class PreparedCall:
         if self.workload.mode == "forward":
             self._together()
             return lambda: kept.keep(self._forward(inputs))
-        targets = [*inputs.distinct, *self.parameters()]
-        dout = self.output_gradient()
+        targets, dout = [*inputs.distinct, *self.parameters], self.output_gradient()
         if self._backward_only:
             made = function(inputs.q, inputs.k, inputs.v)
             # Only now, so that no gradient can be made in the forward pass, which is not timed.
@@ -218,25 +211,6 @@ class PreparedCall:
     def _together(self) -> None:
         if self.world is not None:
             self.world.barrier()
-
-    @contextmanager
-    def counted(self) -> Iterator[list[str]]:
-        """In it, timed calls: afterwards the list says whether they sent or received other numbers of bytes than the
-        call whose bytes are recorded. Replays of a graph are not counted.
-        """
-        differs: list[str] = []
-        if self.world is None:
-            yield differs
-            return
-        traffic, calls, replays = self.world.traffic.total(), self._calls, self._replays
-        yield differs
-        number = self._calls - calls - (self._replays - replays)
-        for what, now, then, recorded in zip(
-            ("sent", "received"), self.world.traffic.total(), traffic, self._bytes_of_call, strict=True
-        ):
-            if now - then != number * recorded:
-                each = f"{(now - then) / max(1, number):g} bytes in each of {number} timed calls"
-                differs.append(f"rank {self.world.rank} {what} {each}, and {recorded} in the call that was counted")
 
     def device_barrier(self) -> None:
         """Queue a wait of this rank's GPU for the others'; no effect on one device."""
@@ -320,10 +294,6 @@ class PreparedCall:
     def is_cold(self) -> bool:
         """The input sets in rotation hold at least twice the L2 cache."""
         return self._sets * self.inputs(0).nbytes >= 2 * device_of(self.device).l2_bytes
-
-    def parameters(self) -> list[Tensor]:
-        """Trainable parameters, where the function is a module."""
-        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def output_gradient(self) -> Tensor:
         """A random gradient of the output, made once."""
@@ -468,7 +438,7 @@ class PreparedCall:
         elapsed = time.perf_counter_ns() - started
         self._traffic = world.traffic.counters()
         sent, received = world.traffic.total()
-        self._bytes_of_call = before[0] + sent, before[1] + received
+        self.bytes_of_call = before[0] + sent, before[1] + received
         return max(1, world.max_over_ranks([elapsed])[0])
 
     def _timed(self, stage: str, work: Callable[[], Any]) -> Any:

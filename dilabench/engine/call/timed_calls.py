@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import inf
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from dilabench.distributed.world import World
 from dilabench.engine.call.digests import fast_digest
 from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw
+from dilabench.engine.call.kept_call import KeptCall, KeptRow
 from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
@@ -41,62 +41,6 @@ SEED_BITS = 60
 
 # The local row of a position of the whole sequence; None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class KeptRow:
-    """A row of one head: of out (and dq), or with `key` of dk and dv. position, head: of the tensor itself.
-
-    copies: the row of each of these tensors right after the call; empty on a rank that does not hold it. later: the
-    same of out once the next call, or the slot, was over.
-    """
-
-    batch: int
-    position: int
-    head: int
-    key: bool = False
-    copies: list[Tensor | None] = field(default_factory=list)
-    later: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class KeptCall:
-    """One call of the timed sequence, and what it was given and gave.
-
-    draws: says after the call whether its rows are kept (`drawn`). whole: its result is stored anyway. number: of the
-    call in its timing, from 0. position, batch: the row of q that was changed just before it. count: of the changes of
-    inputs at the time of the call; dout_seed: of the signs of dout then. threads: that calls of its slot left running.
-    form: why the result is not one plain tensor of the right shape. digests: of inputs before and after the call, of
-    some calls. overwritten: the next call writes into the same result, as replays of a graph do. sizes: the norm of
-    each gradient of a module, None if there is none.
-    """
-
-    inputs: InputSet
-    position: int
-    batch: int = 0
-    number: int = 0
-    draws: Callable[[KeptCall], bool] = field(default=lambda _: False, repr=False)
-    whole: bool = False
-    drawn: bool = False
-    out: object = None
-    gradients: tuple[Tensor | None, ...] = ()
-    made: bool = False
-    threads: int = 0
-    count: int | None = None
-    dout_seed: int | None = None
-    form: str | None = None
-    rows: list[KeptRow] = field(default_factory=list)
-    digests: list[list[Tensor]] = field(default_factory=list)
-    digested_at: int = -1
-    sizes: list[Tensor | None] = field(default_factory=list)
-    overwritten: bool = False
-
-    def keep(self, out: object, gradients: tuple[Tensor | None, ...] = ()) -> object:
-        """Store the results if they are kept; gives back what the call would have returned."""
-        self.made, self.drawn = True, self.draws(self)
-        if self.drawn or self.whole:
-            self.out, self.gradients = out, gradients
-        return gradients or out
 
 
 class TimedCalls:
@@ -144,12 +88,10 @@ class TimedCalls:
         self._waiting: list[KeptCall] = []
         self._held: KeptCall | None = None
         self._kept: list[KeptCall] = []
-        # Of the calls, those of which rows are kept, and those of which digests are.
         self._row_share = self._digest_share = 1.0
         self._number = 0
-        # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
+        # In this slot: calls before which all numbers, or a row, changed; and those that were never made.
         self.renewed: list[int] = []
-        # And those before which a row of each input changed.
         self.changed: list[int] = []
         self.unmade = 0
         # Of the signs that dout has now (`dout_signs`), None before its first change.
@@ -187,7 +129,9 @@ class TimedCalls:
         self.active = True
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall:
-        """Change the inputs of the next call unless they are `fixed`; return its keeper."""
+        """Change the inputs of the next call unless they are `fixed`; return its keeper. Outside a slot do nothing."""
+        if not self.active:
+            return KeptCall(inputs, self._workload.rows - 1)
         self._settle()
         batch, position = 0, self._workload.rows - 1
         if self._keeps:
@@ -247,7 +191,6 @@ class TimedCalls:
                 call.rows.clear()
 
     def _thin_out_digests(self) -> None:
-        """The same of digests."""
         digested = [call for call in (*self._kept, *self._waiting) if call.digests]
         if len(digested) > MOST_KEPT:
             self._digest_share /= 2
@@ -255,7 +198,6 @@ class TimedCalls:
                 call.digests.clear()
 
     def _half_of(self, calls: list[KeptCall]) -> list[KeptCall]:
-        """A random half, without the first call of all."""
         calls = [call for call in calls if call.number]
         self._choice.shuffle(calls)
         return calls[len(calls) // 2 :]

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from dilabench.choice.descriptors import load_target
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.specs import CaseSpec
-from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.errors import PluginError
 from dilabench.plugins.boundary import shown
 from dilabench.record import Note, Verification

@@ -2,7 +2,7 @@
 
 import torch
 
-from dilabench.engine.call.timed_calls import KeptCall
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.device.capture import harmless_if_it_fails
 from dilabench.engine.timers import Call, Samples, TimerUnusableError
 from dilabench.engine.timers.cuda_events import ColdStage

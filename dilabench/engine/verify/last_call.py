@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import InputSet
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.across_ranks import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.call import form_checks

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.kept_call import KeptCall, KeptRow
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.call.timed_calls import KeptCall, KeptRow
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT

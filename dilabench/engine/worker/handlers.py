@@ -18,6 +18,7 @@ from dilabench.distributed.failures import tells_of_another
 from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import MessageCounts, Traffic, Work, World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
+from dilabench.engine.call.counted_bytes import counted
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.intact import functions_of, restored, watched
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
@@ -241,7 +242,7 @@ class Handlers:
         weighing = weighed if command.handle in self._weighed else self._hardware.high_water()
         self._weighed.add(command.handle)
         with no_collection():
-            with settings_kept(call.changed_settings), weighing as process, call.counted() as other_bytes:
+            with settings_kept(call.changed_settings), weighing as process, counted(call) as other_bytes:
                 timed.begin(last, count=count, seed=drawn_together(self._world))
                 started = time.perf_counter_ns()
                 try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilabench.choice.descriptors import load_target
 from dilabench.distributed.world import World
+from dilabench.engine.call.counted_bytes import counted
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.intact import restored
 from dilabench.engine.call.kernel_trace import profiled
@@ -58,7 +59,7 @@ def measure_isolated(
         timed.begin(count=count, seed=drawn_together(world), rows=TIMED_ROWS, holds=False)
         started = time.perf_counter_ns()
         try:
-            with call.counted() as other_bytes:
+            with counted(call) as other_bytes:
                 samples = timer.take(count)
         finally:
             timed.end()
