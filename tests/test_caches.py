@@ -32,8 +32,6 @@ CACHES = {
     "attention/given_blocks.py:_standing": Cache(64, "the pattern that stands for given blocks, validated once"),
     "attention/given_blocks.py:_of_given_blocks": Cache(64, "the workload of given blocks, whose indices change"),
     "attention/operands.py:_warn_of_layout": Cache(256, "a warning that is given once for a shape"),
-    "compat/transformers/interface.py:_blocks_of": Cache(16, "a pattern for each size of blocks"),
-    "compat/transformers/interface.py:_reads_one_sequence": Cache(256, "an answer for each class of attention modules"),
     "impls/call.py:_requested": Cache(256, "the pattern of a traced call, from text"),
     "impls/call.py:read_call": Cache(256, "the options of a traced call, from text"),
     "impls/operator_rules.py:_untraced.compilers_own": Cache(UNBOUNDED, "one wrapped function, of one identity"),

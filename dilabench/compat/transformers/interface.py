@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import weakref
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +176,10 @@ def _attend(
     options: dict[str, Any] = {"pattern": pattern, "causal": causal, "window": window, "scale": scaling}
     options |= {"sink": s_aux, "backend": backend}
     if selection is not None:
-        options |= {"pattern": _blocks_of(selection[1]), "indices": selection[0]}
+        indices, size = selection
+        # The indices say which and how many.
+        blocks = SelectedBlocksPattern(block_size=size, top_k=1, selector="random")
+        options |= {"pattern": blocks, "indices": indices}
     if cu_seq_lens_q is not None:
         if parts is not None and parts.seen is not None:
             raise ValueError("attention_mask has padding, and cu_seq_lens_q packs without; give one of the two")
@@ -268,7 +271,6 @@ _OF_ONE_SEQUENCE = frozenset(
 )
 
 
-@lru_cache(maxsize=256)
 def _reads_one_sequence(kind: type[torch.nn.Module]) -> bool:
     """Whether a module's queries and keys can only be of the same tokens: it takes no other states."""
     return inspect.signature(kind.forward).parameters.keys() <= _OF_ONE_SEQUENCE
@@ -310,12 +312,6 @@ def _selection(
         block_indices = block_indices.repeat_interleave(key.shape[1] // heads, dim=1)
     there = torch.where(block_indices * size < key.shape[2], block_indices, -1)
     return there.transpose(1, 2), size
-
-
-@lru_cache(maxsize=16)
-def _blocks_of(size: int) -> Pattern:
-    """The pattern of any blocks of this many keys that indices name."""
-    return SelectedBlocksPattern(block_size=size, top_k=1, selector="random")
 
 
 def _why_not_selected(
