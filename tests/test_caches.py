@@ -122,7 +122,6 @@ CACHES = {
     "patterns/dilated.py:rows_on": Cache(4096, "heads share residues"),
     "patterns/hidden_rows.py:hidden_once": Cache(8, "arrays of a sequence that every derived answer reads"),
     "patterns/native_sparse.py:_summands": Cache(8, "drawn gates that every derived answer reads"),
-    "patterns/answers.py:counted_last_rows": Cache(4096, "pairs of last rows, which every case over a workload reads"),
     "patterns/answers.py:counted_once": Cache(4096, "pairs, which every case over a workload reads"),
     "patterns/selected_blocks.py:_row_labels": Cache(16, "every case over a workload reads them: seconds at 64K"),
     "patterns/selected_blocks.py:_selection": Cache(2, "the indices of all tokens, which take memory"),

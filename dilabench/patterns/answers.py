@@ -319,9 +319,9 @@ def keys_between(part: range | Positions, first: Positions, stop: Positions) -> 
 
 
 @lru_cache(maxsize=4096)
-def counted_once(count: Callable[[Any, SequenceShape], Pairs], pattern: Hashable, shape: SequenceShape) -> Pairs:
-    """The pairs that `count` gives: every case over a workload asks for them."""
-    return count(pattern, shape)
+def counted_once(count: Callable[..., Any], pattern: Hashable, shape: SequenceShape, *rows: int) -> Any:
+    """The pairs that `count` gives, or those of the last `rows`: every case over a workload asks for them."""
+    return count(pattern, shape, *rows)
 
 
 class Counted(Protocol):
@@ -350,7 +350,6 @@ def counted_pairs(pattern: Counted, shape: SequenceShape) -> Pairs:
     return Pairs(attended, least)
 
 
-@lru_cache(maxsize=4096)
 def counted_last_rows(pattern: Counted, shape: SequenceShape, rows: int) -> LastRows:
     """Count the pairs of the last rows and the keys that they see, once for key/value heads with the same keys."""
     import numpy as np

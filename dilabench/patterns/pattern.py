@@ -196,11 +196,13 @@ class Pattern(Model, ABC):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """The number of attended pairs, under causal mask and window."""
-        return counted_once(counted_pairs, self, shape)
+        pairs: Pairs = counted_once(counted_pairs, self, shape)
+        return pairs
 
     def last_rows(self, shape: SequenceShape, rows: int) -> LastRows:
         """The pairs of the last `rows` rows alone, under causal mask and window, and what they reach."""
-        return counted_last_rows(self, shape, rows)
+        found: LastRows = counted_once(counted_last_rows, self, shape, rows)
+        return found
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """Computed pairs / pairs of full attention under the same mask and window.

@@ -263,7 +263,8 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
             earlier = np.minimum(self.top_k, rows // self.block_size + 1) - 1
             seen = shape.num_heads * int((earlier * self.block_size + rows % self.block_size + 1).sum())
         else:
-            return counted_once(_pairs, self, shape)
+            pairs: Pairs = counted_once(_pairs, self, shape)
+            return pairs
         return Pairs(seen, seen)
 
     def keys_per_row(self, length: int) -> int:

@@ -89,7 +89,8 @@ class WholeBlocksPattern(Pattern):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """Block by block."""
-        return counted_once(_pairs, self, shape)
+        pairs: Pairs = counted_once(_pairs, self, shape)
+        return pairs
 
     def edges(self, shape: SequenceShape) -> Positions:
         """The starts of blocks."""
