@@ -184,16 +184,17 @@ PADDED["left"][0, :5] = PADDED["right"][0, LENGTH - 5 :] = 0
 RESTARTING = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)]).expand(ROWS, -1)
 
 
-def _inputs(family: Family, **given: Any) -> dict[str, Any]:
-    decoder = {"decoder_input_ids": IDS.flip(1)} if family.kind == "encoder-decoder" else {}
+def _inputs(model: nn.Module, **given: Any) -> dict[str, Any]:
+    is_pair = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    decoder = {"decoder_input_ids": IDS.flip(1)} if is_pair else {}
     return {"input_ids": IDS, **decoder, **given}
 
 
-def _forward(model: nn.Module, family: Family, **given: Any) -> Tensor:
-    out = model(**_inputs(family, **given))
+def _forward(model: nn.Module, _family: Family, **given: Any) -> Tensor:
+    out = model(**_inputs(model, **given))
     logits = out.logits if "logits" in out else out[0]
     rows = given.get("attention_mask")
-    return logits if rows is None or family.kind == "encoder-decoder" else logits[rows.bool()]
+    return logits if rows is None or "decoder_input_ids" in _inputs(model) else logits[rows.bool()]
 
 
 def _without_cache(model: nn.Module) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def compiled(model: nn.Module, family: Family) -> Tensor:
         return plain(model, family)
     torch._dynamo.reset()
     call = torch.compile(model.forward, backend="eager")
-    out = call(**_inputs(family, **_without_cache(model)))
+    out = call(**_inputs(model, **_without_cache(model)))
     return out.logits if "logits" in out else out[0]
 
 
@@ -505,7 +506,7 @@ def page(rows: Rows) -> str:
         "| = | equal, every call computed by dilabench |",
         "| = torch | equal, some or all calls computed by torch, with a warning that gives the reason |",
         "| refused | `ValueError` with the name of what is not computed |",
-        "| — | does not apply, or was not run |",
+        "| — | does not apply |",
         "",
         "Forms: **plain** is a batch without a mask, **padded** one with `attention_mask`, **packed** has",
         "`position_ids` that restart, **generate** and **static cache** generate after a left-padded batch,",
@@ -517,7 +518,7 @@ def page(rows: Rows) -> str:
         lines.append("| --- |" + " --- |" * len(FORMS))
         for family, row in compared.items():
             if family.kind == kind:
-                shown = (_shown(row.get(form, Cell("n/a"))) for form in FORMS)
+                shown = (_shown(row[form]) if form in row else "not run" for form in FORMS)
                 lines.append(f"| {family.model_type} | {' | '.join(shown)} |")
     reasons: dict[str, set[str]] = {}
     for family, row in compared.items():
@@ -528,8 +529,9 @@ def page(rows: Rows) -> str:
         lines += ["", "## Refused", "", "| message | model types |", "| --- | --- |"]
         lines += [f"| {reason} | {', '.join(sorted(types))} |" for reason, types in sorted(reasons.items())]
     lines += ["", "## Not compared", "", "| model type | reason |", "| --- | --- |"]
-    for family, row in sorted(rows.items()):
+    for family in families():
         if family not in compared:
+            row = rows.get(family, "was not run")
             reason = row if isinstance(row, str) else "no call of attention reaches the interface, or eager fails"
             lines.append(f"| {family.model_type} ({family.kind}) | {reason.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
