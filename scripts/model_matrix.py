@@ -263,9 +263,17 @@ def compiled(model: nn.Module, family: Family) -> Tensor:
     return out.logits if "logits" in out else out[0]
 
 
+@contextlib.contextmanager
+def _checkpointing_known() -> Iterator[None]:
+    """In it a model without checkpoints is left as it is, and no version warns of the method's name."""
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, AttributeError):
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
 def gradients(model: nn.Module, family: Family) -> Tensor:
     """Gradients of all parameters, with checkpoints where the model has them."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with _checkpointing_known():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     try:
@@ -277,7 +285,7 @@ def gradients(model: nn.Module, family: Family) -> Tensor:
         return torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
     finally:
         model.eval()
-        with contextlib.suppress(ValueError, AttributeError):
+        with _checkpointing_known():
             model.gradient_checkpointing_disable()
 
 

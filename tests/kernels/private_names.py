@@ -6,11 +6,13 @@ Any version may lack one or change it. Gluon's are in `dilabench.kernels.gluon_n
 from collections.abc import Mapping
 
 PRIVATE: Mapping[str, str] = {
+    "torch.Tensor._make_wrapper_subclass": "models: a mask that becomes a tensor when it is touched",
     "torch.Tensor._is_zerotensor": "zero tensors are copied before raw memory is read",
     "torch.UntypedStorage._cdata": "whether two tensors share memory",
     "torch._C.TensorBase": "verification: whether a call changed it",
     "torch._C._are_functorch_transforms_active": "a call under torch.func becomes an operator",
     "torch._C._autograd._profiler_enabled": "parts of a computation are named in a profile",
+    "torch._C._disabled_torch_function_impl": "models: a mask that becomes a tensor when it is touched",
     "torch._C._distributed_c10d.FileStore": "ranks meet",
     "torch._C._distributed_c10d.PrefixStore": "ranks meet",
     "torch._C._distributed_c10d.Store": "ranks meet",
@@ -22,6 +24,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._C._len_torch_dispatch_stack": "a call under modes becomes an operator",
     "torch._C._len_torch_function_stack": "verification: whether a call changed it",
     "torch._C._set_grad_enabled": "verification: whether a call changed it",
+    "torch._dynamo.assume_constant_result": "models: a warning is given while a graph is compiled",
     "torch._dynamo.config.accumulated_recompile_limit": "the benchmark compiles every requested shape",
     "torch._dynamo.config.recompile_limit": "how many packings torch compiles",
     "torch._dynamo.exc.TorchDynamoException": "the benchmark prints why a call did not compile",
@@ -72,6 +75,7 @@ PRIVATE: Mapping[str, str] = {
     "triton.runtime.errors.OutOfResources": "launches that fail to compile",
     "triton.runtime.jit.JITFunction": "memory is traced",
     "triton.tools.tensor_descriptor.TensorDescriptor": "the fused and block-sparse kernels; without it torch's",
+    "torch.utils._pytree.tree_map_only": "models: a mask that becomes a tensor when it is touched",
 }
 # Without an underscore, and in no documentation.
 UNDOCUMENTED: Mapping[str, str] = {

@@ -72,8 +72,7 @@ class TimedCalls:
         self._places = random.Random(f"places {seed}")
         # Ranks draw alike: `begin` gives them a seed that one of them has drawn.
         self._choice: random.Random = random.SystemRandom() if local_row is None else random.Random(f"choice {seed}")
-        # Of what is drawn in the timed region, which must not wait for the system.
-        self._quick = random.Random(secrets.randbits(SEED_BITS))
+        self._quick = random.Random(secrets.randbits(SEED_BITS))  # in the timed region, which must not wait
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
@@ -130,10 +129,10 @@ class TimedCalls:
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall:
         """Change the inputs of the next call unless they are `fixed`; return its keeper. Outside a slot do nothing."""
-        if not self.active:
-            return KeptCall(inputs, self._workload.rows - 1)
-        self._settle()
         batch, position = 0, self._workload.rows - 1
+        if not self.active:
+            return KeptCall(inputs, position)
+        self._settle()
         if self._keeps:
             inputs.changes.holders.add(self)
             self._logs.add(inputs.changes)
@@ -408,7 +407,7 @@ class TimedCalls:
 
     def _any_row(self, inputs: InputSet) -> tuple[int, int]:
         """Batch item and index of a row of q."""
-        batch = self._places.randrange(inputs.q.shape[0]) if self._row_dim else 0
+        batch = self._row_dim and self._places.randrange(inputs.q.shape[0])
         return batch, self._places.randrange(self._workload.rows)
 
     def _seed_of_change(self) -> int:

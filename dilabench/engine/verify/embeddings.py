@@ -18,7 +18,7 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
-from dilabench.engine.verify.cores import Constant, CoreCallsError, ReplacedCore, SampledRows
+from dilabench.engine.verify.cores import Constant, CoreCallsError, ReplacedCore, SampledRows, shell_of
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.oracle.blocks import accumulation_dtype
 from dilabench.engine.verify.oracle.oracle import Oracle
@@ -31,7 +31,6 @@ from dilabench.engine.verify.oracle.tolerance import (
     out_floor_ulps,
     plain_dtype,
 )
-from dilabench.engine.verify.same_module import shell_of
 from dilabench.record import Check, CheckName
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, seen_by

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, embeddings, summary, verify
-from dilabench.engine.verify.same_module import shell_of
+from dilabench.engine.verify.cores import shell_of
 from dilabench.impls.multihead import build_gather
 from dilabench.impls.ring import multihead
 from dilabench.record import Verification

@@ -72,7 +72,7 @@ class Oracle:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
-        # A module around an attention (same_module.Shell) and what is expected of it, for the next equal module.
+        # A module around an attention (cores.Shell) and what is expected of it, for the next equal module.
         self.around: tuple[Any, dict[str, Expected]] | None = None
 
     def restore(self) -> None:
