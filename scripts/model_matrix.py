@@ -381,7 +381,8 @@ def _cell(model: nn.Module, family: Family, form: Callable[..., Tensor | None], 
     for name in ("eager", NAME):
         counted.calls = counted.by_torch = 0
         try:
-            with torch.no_grad(), _limited(SECONDS_OF_A_CELL):
+            with torch.no_grad(), _limited(SECONDS_OF_A_CELL), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 model.set_attn_implementation(name)
                 # Some models draw numbers when they train.
                 torch.manual_seed(3)
