@@ -249,7 +249,7 @@ def _drops_rows(parts: Mask, module: torch.nn.Module) -> bool:
         return False
     if parts.causal or parts.window != UNBOUNDED or parts.documents is not None:
         return True
-    return not torch.compiler.is_compiling() and _reads_one_sequence(type(module))  # type: ignore[arg-type]
+    return not torch.compiler.is_compiling() and _reads_one_sequence(type(module))
 
 
 # Parameters of modules whose queries and keys are of the same tokens.
