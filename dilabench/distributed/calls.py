@@ -39,10 +39,13 @@ MOST_CHARACTERS = 200
 
 
 def disagreement(requests: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The fields in which the requests of ranks differ, as a sentence; None if they are equal."""
+    """The fields in which the requests of ranks differ, as a sentence; None if they are equal.
+
+    `algorithm` alone is no disagreement: a rank without rows has another one.
+    """
     first, *others = requests.values()
     fields = [name for name in first if any(request.get(name) != first[name] for request in others)]
-    if not fields:
+    if not {*fields} - {"algorithm"}:
         return None
     texts = {
         rank: ", ".join(f"{name} {json.dumps(request.get(name))[:MOST_CHARACTERS]}" for name in fields)

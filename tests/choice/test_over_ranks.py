@@ -68,7 +68,7 @@ def test_of_what_was_measured_no_other_algorithm_was_much_faster(file: str) -> N
 def test_the_library_takes_the_fastest_of_what_a_record_shows(file: str) -> None:
     """Forward and backward alone, too."""
     took: dict[Workload, dict[str, float]] = {}
-    for row in read_record(RESULTS / f"{file}.json").rows:
+    for row in read_record(RESULTS / f"{file}.json.xz").rows:
         if isinstance(row.outcome, Measured) and row.case.implementation in OF_THE_LIBRARY:
             took.setdefault(row.case.workload, {})[row.case.implementation] = medians_over([row.outcome.timings[:1]])[0]
     compared = 0

@@ -164,7 +164,7 @@ def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s
 @pytest.mark.parametrize("slower", [0.5, 1, 2])
 def test_the_time_left_follows_the_work_of_the_open_cases(name, slower, longest_first):
     """Rows of real runs; the machine may be faster or slower than the prediction."""
-    record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json")
+    record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json.xz")
     machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
     rows = [row for row in record.rows if isinstance(row.outcome, Measured)]
     took_s = {case_id: slower * seconds for case_id, seconds in case_seconds(rows, 300.0).items()}

@@ -112,3 +112,9 @@ def test_only_the_fields_that_differ_are_named():
         "ranks disagree on the workload: rank 0 has scale null; rank 1 has scale 0.5; rank 2 has scale null; "
         "give every rank the same request"
     )
+
+
+def test_a_rank_without_rows_may_have_another_algorithm():
+    requests = {0: ONE | {"algorithm": "BlockExchange"}, 1: ONE | {"algorithm": "NoRows"}}
+    assert disagreement(requests) is None
+    assert '"NoRows"' in disagreement(requests | {1: OTHER | {"algorithm": "NoRows"}})

@@ -64,5 +64,5 @@ def test_it_has_a_budget_of_its_own(catalogue):
 
 def test_an_option_of_no_suite_is_refused(catalogue):
     request = run_request(catalogue, suite="all", run={"options": {"bygone": 1}})
-    with pytest.raises(ConfigError, match="has no option 'bygone'; it has chunked, gradient_checkpointing, "):
+    with pytest.raises(ConfigError, match="has no option 'bygone'; it has batches, chunked, gradient_checkpointing, "):
         expand(catalogue, CPU, request)
