@@ -30,7 +30,7 @@ MANY = (
     *("causal doge", "causal gemma2", "causal gemma3_text", "causal glm_moe_dsa", "causal gpt2", "causal granite_swa"),
     *("causal inkling_text", "causal llama4_text", "causal mistral", "causal mixtral", "causal phi3", "causal qwen2"),
     *("causal qwen3", "causal qwen3_moe", "causal stablelm", "causal starcoder2", "encoder albert", "encoder bert"),
-    *("encoder deberta", "encoder-decoder marian", "encoder-decoder mbart", "encoder-decoder pegasus"),
+    *("encoder electra", "encoder-decoder marian", "encoder-decoder mbart", "encoder-decoder pegasus"),
     *("encoder-decoder t5", "encoder-decoder t5gemma"),
 )
 
