@@ -1,6 +1,8 @@
 """Rows of timed calls: which tolerance decides, and rows of modules."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.verify.oracle.formula import attend_rows
-from dilabench.engine.verify.timed_outputs import TimedOutputs
+from dilabench.engine.verify.timed_outputs import TimedOutputs, _gradients_check
 from dilabench.record import Case, Check, CheckName, Verification
 from dilabench.workload.spec import Workload
 
@@ -51,3 +53,25 @@ def test_a_row_beyond_what_verification_saw_is_compared_with_the_plain_computati
     verification = outputs.check(call.timed_calls.end())
     assert verification.timed_calls == 6
     assert verification.passed == passed
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(3, True), (15, True), (16, False)])
+def test_norms_of_gradients_are_compared_only_where_they_are_no_chance(tokens: int, passes: bool) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = torch.nn.Linear(32, 32, bias=False)
+
+        def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+            out: Tensor = self.projection(q)
+            return out
+
+    module, x, dout = Module(), torch.randn(1, tokens, 32), torch.randn(1, tokens, 32)
+    given = x.clone().requires_grad_()
+    gradients = torch.autograd.grad(module(given, given, given), [given, *module.parameters()], dout)
+    sizes = [torch.linalg.vector_norm(gradient) / 1e4 for gradient in gradients]
+    call: Any = SimpleNamespace(reference=module, workload=SimpleNamespace(tokens=tokens), output_gradient=lambda: dout)
+    last: Any = SimpleNamespace(inputs=SimpleNamespace(q=x), gradients=gradients)
+    kept: Any = SimpleNamespace(form=None, sizes=sizes, number=1)
+    check = _gradients_check(call, last, [kept])
+    assert check.passed == passes, check.detail
