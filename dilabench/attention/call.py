@@ -173,7 +173,7 @@ class _Finder:
         """The number of pairs is the same for every dtype and device."""
         of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (q, k))
         if call.key_bounds:
-            alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+            alone = call.of_one_sequence
             runs = (
                 kinds_of((of_query, of_key, of_key), *spans) for spans in spans_of((of_query, of_key, of_key), call)
             )
@@ -206,7 +206,7 @@ def _made(kinds: Kinds, call: Call) -> Computation:
         return over_compressed(kinds, call, call.pattern.compresses)
     operands.refuse_stand_ins(call.pattern)
     if call.key_bounds:
-        alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+        alone = call.of_one_sequence
         return BySequence([Run(*spans, _of_shapes(kinds_of(kinds, *spans), alone)) for spans in spans_of(kinds, call)])
     try:
         workload = operands.workload_of(kinds, call)

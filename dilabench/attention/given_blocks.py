@@ -162,7 +162,7 @@ def _over_blocks(
 def _over_sequences(kinds: Kinds, call: Call, indices: Tensor) -> BySequence:
     """The computation over the blocks of several sequences, of which each has its own queries and keys."""
     indices = _indices_of_tokens(indices, kinds[0][0], kinds[1][0])
-    alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+    alone = call.of_one_sequence
     runs = []
     for queries, keys in spans_of(kinds, call):
         of_run, own = kinds_of(kinds, queries, keys), queries.of(indices.expand(kinds[0][0][0], -1, -1, -1))

@@ -30,9 +30,9 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     If a rule names no backend, the best dense kernel is used. Raises ConfigError if nothing can compute the workload on
     this machine.
     """
-    ways, machine = own_ways(), machine_of(device)
     if workload.query_len is not None:
         return _of_last_rows(workload, device)
+    ways, machine = own_ways(), machine_of(device)
     if not calls_backends(workload):
         implementation = implementation_of(workload, device)
         built: Computation = load_target(implementation.target)(workload, BuildContext(device=device))

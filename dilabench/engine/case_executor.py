@@ -58,10 +58,9 @@ class CaseExecutor:
         except WorkerFailure as failure:
             self.fail(state, "worker", failure)
             return False
-        if state.home is not worker:
-            state.spent("worker", self.budget.clock() - started)
         if state.home is worker:
             return True
+        state.spent("worker", self.budget.clock() - started)
         first_time = state.home is None
         state.home, state.warm = worker, set()
         prepared = self.prepare_in(worker, state, "build")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -90,6 +90,11 @@ class Call(NamedTuple):
     backend: str | OwnBackend = AUTO
     algorithm: str = ""
     key_bounds: tuple[int, ...] = ()
+
+    @property
+    def of_one_sequence(self) -> Self:
+        """The same call over a single sequence, or over a batch of equal ones."""
+        return self._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
 
 
 class PatternFields(NamedTuple):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="needs [test]: transformers is not installed")
 
-from dilabench.attention import attention  # noqa: E402
 from dilabench.compat import transformers as integration  # noqa: E402
 from dilabench.patterns import (  # noqa: E402
     DilatedPattern,
@@ -76,19 +75,6 @@ def _assert_same_step(theirs: nn.Module, ours: nn.Module, rows: Any = ..., **bat
     expected, found = _step(theirs, **batch), _step(ours, **batch)
     torch.testing.assert_close(found[0][rows], expected[0][rows], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-10, atol=1e-10)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of dilabench's own calls."""
-    seen: list[dict[str, Any]] = []
-
-    def noted(*tensors: Tensor, **options: Any) -> Any:
-        seen.append(options)
-        return attention(*tensors, **options)
-
-    monkeypatch.setattr(integration.interface, "attention", noted)
-    return seen
 
 
 def _ids(rows: int = 3) -> Tensor:

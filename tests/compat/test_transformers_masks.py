@@ -11,7 +11,6 @@ transformers = pytest.importorskip("transformers", reason="needs [test]: transfo
 
 from transformers import masking_utils  # noqa: E402
 
-from dilabench.attention import attention  # noqa: E402
 from dilabench.compat import transformers as integration  # noqa: E402
 
 B, N = 2, 12
@@ -122,19 +121,6 @@ def test_a_mask_that_a_model_wrote_to_is_taken_as_it_is() -> None:
     torch.testing.assert_close(found, expected)
     with pytest.raises(RuntimeError, match=r"writes to a whole mask of dilabench; write to mask\.clone"):
         mask += 1
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of dilabench's own calls."""
-    seen: list[dict[str, Any]] = []
-
-    def noted(*tensors: Tensor, **options: Any) -> Any:
-        seen.append(options)
-        return attention(*tensors, **options)
-
-    monkeypatch.setattr(integration.interface, "attention", noted)
-    return seen
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -12,7 +12,7 @@ from dilabench.engine.call.inputs import InputSet
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """A row of one head: of out (and dq), or with `key` of dk and dv. head: of the tensor itself.
+    """A row of one head: of out (and dq), or with `key` of dk and dv. position, head: of the tensor itself.
 
     copies: the row of each of these tensors right after the call; empty on a rank that does not hold it. later: the
     same of out once the next call, or the slot, was over.

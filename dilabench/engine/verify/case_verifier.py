@@ -56,7 +56,8 @@ class CaseVerifier:
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
         """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
         known = self._known_of(call)
-        call.reference = copy.deepcopy(getattr(call.module, "module", call.module))
+        if call.spec.takes == "embeddings":
+            call.reference = copy.deepcopy(getattr(call.module, "module", call.module))
         verification = verify(
             call.whole if device_of(call.device).facts.holds_float64 else OnHost(call.whole, call.device),
             call.workload,

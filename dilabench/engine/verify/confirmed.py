@@ -85,9 +85,8 @@ class Confirmed:
             limit = 4 * (known.plain_rows + error) + 2 * eps(oracle.dtype)
             # A gradient that is missing has failed before.
             if actual is not None:
-                begin = oracle.workload.seq_len - wanted.shape[1]
                 judge = _Judge(oracle, NAMES.index(name), known.tolerance)
-                yield _compared(name, oracle.batched(actual), wanted, limit, judge, f"against {self.name}", begin)
+                yield _compared(name, oracle.batched(actual), wanted, limit, judge, f"against {self.name}")
 
 
 def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> EveryRow | None:
@@ -121,11 +120,9 @@ def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> Ev
         return None
 
 
-def _compared(
-    name: CheckName, actual: Tensor, wanted: Tensor, limit: float, judge: _Judge, detail: str, begin: int
-) -> Check:
-    """The check of all rows [B, N, ·, D], or from position `begin` on; the largest error in units of the row, and where
-    it is.
+def _compared(name: CheckName, actual: Tensor, wanted: Tensor, limit: float, judge: _Judge, detail: str) -> Check:
+    """The check of all rows, [B, M, ·, D] of queries or [B, N, ·, D] of keys: the largest error in units of the row,
+    and where it is.
     """
     wide = torch.promote_types(wanted.dtype, torch.float32)
     norms = torch.cat([torch.linalg.vector_norm(piece.to(wide), dim=-1) for piece in _pieces(wanted)], 1)
@@ -157,7 +154,8 @@ def _compared(
     if passed:
         text = f"every row, {detail}" + (f"; {judged} against the oracle" if judged else "")
     largest = float(found.max())
-    axes = (("batch", None), ("position", torch.arange(begin, begin + wanted.shape[1])), ("head", None))
+    length = judge.oracle.workload.seq_len
+    axes = (("batch", None), ("position", torch.arange(length - wanted.shape[1], length)), ("head", None))
     where = locate(int(found.flatten().argmax()), found.shape, axes)
     return Check(
         name=name,
