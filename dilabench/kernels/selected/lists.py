@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,8 +24,6 @@ from dilabench.kernels.selected.operands import launch
 from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
 from dilabench.kernels.streams import is_captured
 from dilabench.kernels.tuning import TileConfig
-
-ListsT = TypeVar("ListsT")
 
 # Elements that a program of four warps sorts at a time.
 _ELEMENTS = 1024
@@ -103,25 +101,13 @@ class KeptLists:
     Each stream has its own: nothing orders the work of two.
     """
 
-    _lists: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _by_stream: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict, init=False, repr=False)
 
-    def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
-        """What `make` gives at the first call on the current stream."""
-        key = _on_stream(device, name)
-        if key not in self._lists:
-            self._lists[key] = make()
-        lists: ListsT = self._lists[key]
-        return lists
-
-    def known(self, device: torch.device, name: Hashable) -> Any:
-        """What `once` gave on the current stream; None before."""
-        return self._lists.get(_on_stream(device, name))
-
-
-def _on_stream(device: torch.device, name: Hashable) -> Hashable:
-    # Where memory is only traced there is no stream.
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-    return name, torch.cuda.current_stream(device) if on_gpu else None
+    def of_stream(self, device: torch.device) -> dict[Hashable, Any]:
+        """Those of the current stream, by name."""
+        # Where memory is only traced there is no stream.
+        on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+        return self._by_stream.setdefault(torch.cuda.current_stream(device) if on_gpu else None, {})
 
 
 class Shares(NamedTuple):
@@ -249,14 +235,9 @@ def shares_of(lists: KeyLists, selection: TokenSelection, entries: int, cache: L
         parts = -(-total // rows)
         edges = lists.starts.new_empty((parts + 1, count))
         tensors = {"places": lists.places, "starts": lists.starts, "edges": edges}
-        arguments = selection.arguments | {
-            "part_rows": rows,
-            "n_edges": edges.numel(),
-            "steps": total.bit_length(),
-            "WIDTH": _EDGES,
-        }
+        own = {"part_rows": rows, "n_edges": edges.numel(), "steps": total.bit_length(), "WIDTH": _EDGES}
         programs = triton.cdiv(edges.numel(), _EDGES)
-        launch(_edges_kernel, programs, tensors, arguments, _SORT, cache, ("edges", rows))
+        launch(_edges_kernel, programs, tensors, lambda: selection.arguments | own, _SORT, cache, ("edges", rows))
     else:
         parts, rows = 1, total
         edges = torch.stack((lists.starts[:-1], lists.starts[1:]))
@@ -308,5 +289,5 @@ def _launch(
     lists = max(1, _ELEMENTS // width)
     programs = triton.cdiv(triton.cdiv(rows, queries * tile_step) * kv_heads, lists)
     tensors = {"indices": selection.indices, **results, **selection.tensors}
-    arguments = selection.arguments | {"QUERIES": queries, "LISTS": lists, "WIDTH": width, "tile_step": tile_step}
-    launch(_lists_kernel, programs, tensors, arguments, _SORT, cache, name)
+    own = {"QUERIES": queries, "LISTS": lists, "WIDTH": width, "tile_step": tile_step}
+    launch(_lists_kernel, programs, tensors, lambda: selection.arguments | own, _SORT, cache, name)
