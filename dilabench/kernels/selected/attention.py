@@ -79,7 +79,7 @@ def selected_forward(
     int [documents + 1] on the device, from 0 to T: q [T, H, D], k, v [T, K, D], indices [T, K, S] count from the first
     block of each document, and results are [T, H, D] and [H, T]. ``window``: how many positions (back, ahead) a token
     sees, -1 for all. ``form``, ``tiles``: override `tiles`.
-    ``kept``: lists that an earlier pass over these indices left there, or that this one leaves.
+    ``kept``: lists that an earlier pass over these indices on this stream left there, or that this one leaves.
 
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
     """
@@ -91,7 +91,7 @@ def selected_forward(
     lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
     if indices.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    lists = _Lists.of(indices, cu_seqlens, options, kept, cache)
+    lists = _Lists(indices, cu_seqlens, options, kept, cache)
     results = {"q": in_rows(q), "k": in_rows(k), "v": in_rows(v), "out": out.flatten(0, -3), "lse": lse}
     alike = lists.alike(plan) if plan.united else None
     if plan.forms[alike] == "query":
@@ -138,7 +138,7 @@ def selected_backward(
     by_row = 1, in_order.shape[-1], 1, q.shape[-1]
     layout_of_stats = cache.once("stats", lambda: StatsLayout.of(by_row[1]))
     stats = bwd_preprocess(out.reshape(by_row), dout.reshape(by_row), in_order, layout_of_stats, cache, "row sums")
-    lists = _Lists.of(indices, cu_seqlens, options, kept, cache)
+    lists = _Lists(indices, cu_seqlens, options, kept, cache)
     tensors = {name: in_rows(x) for name, x in given.items()} | {"stats": stats, "dq": dq.flatten(0, -3)}
     if block == 1:
         _token_gradients(tensors, dk, dv, plan, lists)
@@ -268,29 +268,24 @@ def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) 
 
 
 class _Lists:
-    """Lists of a pass: those that are kept for its stream, or made now."""
+    """Lists of a pass: those that are kept, or made now."""
 
-    def __init__(self, selection: TokenSelection, kept: dict[Hashable, Any], cache: LaunchCache) -> None:
-        self.selection, self.cache = selection, cache
-        self._kept = kept
-
-    @classmethod
-    def of(
-        cls, indices: Tensor, cu_seqlens: Tensor | None, options: _Options, kept: KeptLists | None, cache: LaunchCache
-    ) -> _Lists:
-        here = {} if kept is None else kept.of_stream(indices.device)
-        selection = here.get("selection")
-        if selection is None:
-            given = options.block, options.causal
-            if cu_seqlens is None:
-                selection = TokenSelection.of_batch(indices, *given, options.window)
-            else:
-                selection = TokenSelection.of_documents(indices, *given, cu_seqlens, options.window)
-            here["selection"] = selection
-        return cls(selection, here, cache)
+    def __init__(
+        self, indices: Tensor, cu_seqlens: Tensor | None, options: _Options, kept: KeptLists | None, cache: LaunchCache
+    ) -> None:
+        self._kept, self.cache = KeptLists() if kept is None else kept, cache
+        of_all = options.block, options.causal
+        self.selection = self.once(
+            "selection",
+            lambda: (
+                TokenSelection.of_batch(indices, *of_all, options.window)
+                if cu_seqlens is None
+                else TokenSelection.of_documents(indices, *of_all, cu_seqlens, options.window)
+            ),
+        )
 
     def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """What `make` gives at the first pass on this stream."""
+        """What `make` gives at the first pass."""
         if name not in self._kept:
             self._kept[name] = make()
         made: MadeT = self._kept[name]

@@ -9,7 +9,6 @@ meets a repeated or an absent index. Sizes follow from shapes alone: the host wa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -94,20 +93,10 @@ class KeyLists(NamedTuple):
     counts: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class KeptLists:
-    """Lists of one selection that passes make when they first need them, for as long as its indices do not change.
-
-    Each stream has its own: nothing orders the work of two.
+class KeptLists(dict[Hashable, Any]):
+    """Lists of one selection by name, which passes make when they first need them, for as long as its indices do not
+    change. Of passes on one stream: nothing orders the work of two.
     """
-
-    _by_stream: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict, init=False, repr=False)
-
-    def of_stream(self, device: torch.device) -> dict[Hashable, Any]:
-        """Those of the current stream, by name."""
-        # Where memory is only traced there is no stream.
-        on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-        return self._by_stream.setdefault(torch.cuda.current_stream(device) if on_gpu else None, {})
 
 
 class Shares(NamedTuple):
