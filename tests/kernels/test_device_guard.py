@@ -88,7 +88,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         (merge, ("_merge_rows_kernel",)),
         (wider_rows, ("_widen_kernel",)),
         (bwd_preprocess, ("_bwd_preprocess_kernel",)),
-        (lists_of_tokens, ("_lists_kernel",)),
+        (lists_of_tokens, ("_lists_kernel", "_shares_kernel")),
         (by_query, ("_forward_kernel", "_gradient_kernel")),
         (gathered, ("_gathered_kernel", "_merge_kernel")),
         (by_key, ("_key_kernel", "_sum_kernel")),

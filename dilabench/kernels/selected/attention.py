@@ -20,7 +20,7 @@ from torch import Tensor
 from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
 from dilabench.kernels.launch_cache import LaunchCache, layout
 from dilabench.kernels.selected import tiles as tuned
-from dilabench.kernels.selected.by_key import entries_of_share, key_gradients, slots_of
+from dilabench.kernels.selected.by_key import entries_of_share, key_gradients
 from dilabench.kernels.selected.by_query import QueryTiles, query_form
 from dilabench.kernels.selected.by_token import add_token_gradients
 from dilabench.kernels.selected.gathered import gathered_form, keys_of_tile
@@ -151,8 +151,7 @@ def selected_backward(
         _gathered(tensors, plan, lists)
     tensors |= {"dk": dk.flatten(0, -3), "dv": dv.flatten(0, -3)}
     by_key, shares = lists.by_key(lists.selection), lists.shares(plan.entries_by_key)
-    slot = lists.once(("slots", shares.entries), lambda: slots_of(shares))
-    key_gradients(tensors, plan.given, lists.selection, by_key, shares, slot, plan.by_key, cache)
+    key_gradients(tensors, plan.given, lists.selection, by_key, shares, plan.by_key, cache)
     return dq, dk, dv
 
 

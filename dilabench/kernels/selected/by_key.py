@@ -192,34 +192,22 @@ def key_gradients(
     selection: TokenSelection,
     lists: KeyLists,
     shares: Shares,
-    slot: Tensor,
     tiles: TileConfig,
     cache: LaunchCache,
 ) -> None:
-    """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`; shares of one part and
-    their slots.
-    """
+    """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`; shares of one part."""
     keys = keys_of_tile(selection.block, tiles)
     key_tiles = -(-selection.block // keys)
     # A list in several shares has more than half of `entries` in each, in the mean.
     slots = max(1, 2 * lists.places.shape[0] // shares.entries)
     sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
-    own = tensors | {"places": lists.places, "slot": slot, "slots": sums} | shares.tensors | selection.tensors
+    own = tensors | {"places": lists.places, "slots": sums} | shares.tensors | selection.tensors
 
     def facts() -> dict[str, Any]:
         return given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
 
     launch(_key_kernel, shares.lists.numel() * key_tiles, own, facts, tiles, cache, ("by key", shares.entries))
-    launch(_sum_kernel, slot.numel() * key_tiles, own, facts, tiles, cache, ("sums", shares.entries))
-
-
-def slots_of(shares: Shares) -> Tensor:
-    """int32 [lists]: where the sums of a list in several shares begin, -1 for a list in one share, which writes its
-    result. An empty list has no share, and its sum of no slots is 0.
-    """
-    parts = -(-shares.edges.diff(dim=0).flatten() // shares.entries)
-    taken = torch.where(parts > 1, parts, 0)
-    return torch.where(parts == 1, -1, taken.cumsum(0) - taken).int()
+    launch(_sum_kernel, (lists.starts.shape[0] - 1) * key_tiles, own, facts, tiles, cache, ("sums", shares.entries))
 
 
 def entries_of_share(indices: int, block: int, group: int, tiles: TileConfig) -> int:
