@@ -32,3 +32,17 @@ def attend_backward(
     """`contracts.AttendBackward` by the kernel of q's device."""
     kernel = sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda
     return kernel.attend_backward(dout, q, k, v, out, lse, causal=causal, window=window, scale=scale)
+
+
+def _differentiable(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    if q.device.type == "cpu":
+        return None
+    found: tuple[Tensor, Tensor] | None = sdpa_flash_cuda.attend.differentiable(  # type: ignore[attr-defined]
+        q, k, v, causal=causal, window=window, scale=scale
+    )
+    return found
+
+
+attend.differentiable = _differentiable  # type: ignore[attr-defined]
