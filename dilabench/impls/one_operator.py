@@ -123,15 +123,17 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
 
     torch takes a hundred microseconds to call an operator, which passes on only results of known number and shape.
     """
-    looked_at = (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
-    )
-    if looked_at or not PLAIN.issuperset(map(type, tensors)):
+    ):
         return False
-    return not (any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)))
+    for x in tensors:  # noqa: SIM110 - a generator would take as long as the checks
+        if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
+            return False
+    return True
 
 
 def materialised(x: Tensor) -> Tensor:
