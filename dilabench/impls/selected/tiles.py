@@ -79,16 +79,14 @@ class Tiled(SelectedAttention):
         return dq, dk, dv
 
     def _kept_for(self, q: Tensor, k: Tensor, v: Tensor) -> _Kept:
-        """What passes on the current stream read of a batch of this size: items that share indices have lists of their
-        keys. Raises ValueError for tensors that do not fit.
-        """
+        """What passes over such tensors on the current stream read. Raises ValueError for tensors that do not fit."""
         from dilabench.kernels.selected.lists import KeptLists
 
-        check(self.selection, q, k, v)
         # Where memory is only traced there is no stream.
         on_gpu = q.is_cuda and torch.cuda.is_initialized()
-        key = q.shape[0], torch.cuda.current_stream(q.device) if on_gpu else q.device
+        key = q.shape, k.shape, v.shape, torch.cuda.current_stream(q.device) if on_gpu else q.device
         if key not in self._kept:
+            check(self.selection, q, k, v)
             indices = self.selection.indices
             indices = indices.to(torch.int32).expand(q.shape[0], *indices.shape[1:]).contiguous()
             bounds = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -155,8 +155,7 @@ def selected_backward(
     return dq, dk, dv
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of a pass besides its tensors. documents: of how many there are bounds."""
 
     block: int
