@@ -280,7 +280,7 @@ def _merge_kernel(
 
 def keys_of_tile(block: int, tiles: TileConfig) -> int:
     """How many keys a tile has: the whole block where it fits, in a power of two."""
-    return triton.next_power_of_2(block) if block <= tiles.block_n else tiles.block_n
+    return 1 << (block - 1).bit_length() if block <= tiles.block_n else tiles.block_n
 
 
 def gathered_form(
