@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, log
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ _PACKED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
 
     left: int
