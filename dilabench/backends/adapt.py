@@ -85,9 +85,13 @@ CUDA_KERNEL = Plain(
 )
 
 
-def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> tuple[Attend, AttendBackward]:
+def adapted(
+    forward: KernelForward, backward: KernelBackward, plain: Plain, derivative: bool = False
+) -> tuple[Attend, AttendBackward]:
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
+    derivative: `forward` is operators of torch, whose derivative is what `backward` calls. Then `attend.differentiable`
+    is attention that torch differentiates without Python, or None for tensors that are not plain.
     Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
     of the matrix such a mask starts from (except over fewer queries with `aligns_ends`), and if a single batch item
     spans more than a launch can address.
@@ -103,8 +107,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        call = _call(plain, causal, window, scale, q.shape[1], k.shape[1])
-        if out is None and _is_plain(plain, plain.forward_span, q, k, v):
+        call, is_plain, _ = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        if is_plain and out is None and _are_plain(plain, plain.forward_span, q, k, v):
             return forward(q, k, v, call)
         if q.numel() == 0 or k.shape[1] == 0:
             nothing, lse = _nothing_seen(q)
@@ -128,8 +132,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         scale: float,
         dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call = _call(plain, causal, window, scale, q.shape[1], k.shape[1])
-        if dq is None and _is_plain(plain, plain.backward_span, q, k, v, dout, out):
+        call, _, is_plain = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        if is_plain and dq is None and _are_plain(plain, plain.backward_span, q, k, v, dout, out):
             return backward(dout, q, k, v, out, lse.contiguous(), call)
         if q.numel() == 0 or k.shape[1] == 0:
             return _put(torch.zeros_like(q), dq), torch.zeros_like(k), torch.zeros_like(v)
@@ -139,6 +143,18 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         result, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
         return _put(result, dq), dk, dv
 
+    def differentiable(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        call, *are_plain = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        if not (all(are_plain) and q.is_contiguous() and _are_plain(plain, plain.backward_span, q, k, v)):
+            return None
+        out, lse = forward(q, k, v, call)
+        # Kernels take gradients of out's layout, which the derivatives of two views give them.
+        return (out.view(-1).view(q.shape), lse) if out.requires_grad and out.is_contiguous() else None
+
+    if derivative:
+        attend.differentiable = differentiable  # type: ignore[attr-defined]
     return attend, attend_backward
 
 
@@ -239,38 +255,52 @@ def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plai
 
 
 @lru_cache(maxsize=256)
-def _call(plain: Plain, causal: bool, window: Window, scale: float, num_queries: int, num_keys: int) -> Call:
-    """The call for as many queries and keys, made once. Raises ValueError for a mask that the kernel does not align."""
-    band = Band.of(causal, window, num_queries, num_keys)
-    aligned = plain.aligns_ends and num_queries < num_keys
-    if num_queries and num_keys and num_queries != num_keys and not (band.full or aligned):
+def _call(
+    plain: Plain, causal: bool, window: Window, scale: float, query: torch.Size, key: torch.Size, itemsize: int
+) -> tuple[Call, bool, bool]:
+    """The call of these shapes, made once, and whether contiguous tensors of them are plain forward and backward.
+
+    Raises ValueError for a mask that the kernel does not align.
+    """
+    (batch, queries, heads, dim), (_, keys, kv_heads, _) = query, key
+    band = Band.of(causal, window, queries, keys)
+    aligned = plain.aligns_ends and queries < keys
+    if queries and keys and queries != keys and not (band.full or aligned):
         raise ValueError(
-            f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: under a mask their "
-            "numbers must be equal; use the backend math, which aligns the last query with the last key"
+            f"causal={causal} window={window} with {queries} queries and {keys} keys: under a mask their numbers must "
+            "be equal; use the backend math, which aligns the last query with the last key"
         )
-    return Call(band, scale)
+    numbers = query.numel(), key.numel()
+    is_plain = (
+        all(numbers)
+        and batch <= (plain.max_batch or batch)
+        and (plain.grouped_heads or heads == kv_heads)
+        and not dim % plain.head_dim_multiple
+        and not dim * itemsize % plain.alignment_bytes
+    )
+    forward, backward = (
+        is_plain and (span is None or max(numbers) <= span) for span in (plain.forward_span, plain.backward_span)
+    )
+    return Call(band, scale), forward, backward
 
 
-def _is_plain(plain: Plain, span: int | None, q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Return True if a kernel takes the tensors as they are, in one launch, on the current device."""
-    if q.shape[0] > (plain.max_batch or q.shape[0]) or not (plain.grouped_heads or q.shape[2] == k.shape[2]):
-        return False
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        return False
-    itemsize, dim, multiple = q.element_size(), q.shape[-1], plain.alignment_bytes
-    if dim % plain.head_dim_multiple or (multiple > 1 and dim * itemsize % multiple):
-        return False
-    for x in (q, k, *others):
-        if not x.numel() or (span is not None and x.untyped_storage().nbytes() > span * itemsize):
+def _are_plain(plain: Plain, span: int | None, *tensors: Tensor) -> bool:
+    """Return True if a kernel takes tensors of plain shapes as they are, in one launch, on the current device."""
+    multiple = plain.alignment_bytes
+    for x in tensors:
+        if multiple > 1 and x.data_ptr() % multiple:
             return False
-        *steps, last = x.stride()
-        if (last != 1 and dim > 1) or (multiple > 1 and x.data_ptr() % multiple):
-            return False
-        if multiple > 1 and not x.is_contiguous():
+        if not x.is_contiguous():
+            itemsize, (*steps, last) = x.element_size(), x.stride()
+            if last != 1 and x.shape[-1] > 1:
+                return False
+            if span is not None and x.untyped_storage().nbytes() > span * itemsize:
+                return False
             for step, size in zip(steps, x.shape, strict=False):
                 if size > 1 and step * itemsize % multiple:
                     return False
-    return True
+    x = tensors[0]
+    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 
 
 def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:

@@ -46,10 +46,20 @@ class Dense(AttentionComputation):
         out, lse = self.backend.attend(q, k, v, causal=self.causal, window=self.window, scale=self.scale)
         return out.contiguous(), lse.contiguous()
 
+    def differentiable(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """out and lse by operators that torch differentiates itself, without Python; None if the backend has none for
+        these tensors.
+        """
+        attend = getattr(self.backend.attend, "differentiable", None)
+        if attend is None:
+            return None
+        found: tuple[Tensor, Tensor] | None = attend(q, k, v, causal=self.causal, window=self.window, scale=self.scale)
+        return found
+
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         attend_backward = self.backend.attend_backward or self.backend.require_backward()
-        options = {"causal": self.causal, "window": self.window, "scale": self.scale}
-        dq, dk, dv = attend_backward(dout.contiguous(), q, k, v, out, lse, **options)  # type: ignore[arg-type]
+        dout = dout.contiguous()
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, causal=self.causal, window=self.window, scale=self.scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -47,7 +47,8 @@ class Computation(Protocol):
 
     `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
     last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
-    `backward`. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out.
+    `backward`; and `differentiable`, out and lse that torch itself differentiates, or None for tensors of which it
+    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
@@ -122,15 +123,17 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
 
     torch takes a hundred microseconds to call an operator, which passes on only results of known number and shape.
     """
-    looked_at = (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
-    )
-    if looked_at or not PLAIN.issuperset(map(type, tensors)):
+    ):
         return False
-    return not (any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)))
+    for x in tensors:  # noqa: SIM110 - a generator would take as long as the checks
+        if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
+            return False
+    return True
 
 
 def materialised(x: Tensor) -> Tensor:
@@ -155,8 +158,9 @@ def eager(
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
-        out, lse = WithGradient.apply(computation, q, k, v, sink, *read)
-        return out, lse
+        direct = None if sink is not None else getattr(computation, "differentiable", None)
+        found: tuple[Tensor, Tensor] | None = direct(q, k, v) if direct is not None else None
+        return WithGradient.apply(computation, q, k, v, sink, *read) if found is None else found
     out, lse, *_ = computation.forward(q, k, v)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))

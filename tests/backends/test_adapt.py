@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.backends.adapt import Plain, adapted
+from dilabench.backends.sdpa import cudnn, flash
+from dilabench.contracts import LoadedBackend
+from dilabench.impls.dense import Dense
 
 
 class Recorder:
@@ -162,3 +165,96 @@ def test_results_come_to_their_place_by_the_kernel_or_by_a_copy(plain: Plain, go
     torch.testing.assert_close((out, lse), right)
     torch.testing.assert_close((dq, dk, dv), gradients)
     assert all((place is not None) == goes_to_the_kernel for place in kernel.places)
+
+
+class OfTorch(torch.autograd.Function):
+    """Stands for an operator of torch with a derivative, which keeps the gradients that it is given."""
+
+    given: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = math.attend(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {"causal": causal, "scale": scale}
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Any, ...]:
+        OfTorch.given.append(dout)
+        return *math.attend_backward(dout, *ctx.saved_tensors, **ctx.options), None, None
+
+
+def dense_with_a_derivative(plain: Plain) -> Dense:
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+        return OfTorch.apply(q, k, v, call.band.causal, call.scale)
+
+    attend, attend_backward = adapted(forward, Recorder().backward, plain, derivative=True)
+    return Dense(LoadedBackend("of-torch", attend, attend_backward), True, (-1, -1), 0.4)
+
+
+GRADIENTS = {
+    "contiguous": lambda shape: torch.randn(shape, dtype=torch.float64),
+    "of a sum": lambda shape: torch.ones((), dtype=torch.float64).expand(shape),
+    "heads first": lambda shape: torch.randn(2, 4, 6, 8, dtype=torch.float64).transpose(1, 2),
+    "a part of others": lambda shape: torch.randn(2, 6, 4, 16, dtype=torch.float64)[..., 8:],
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_torch_differentiates_what_it_can(gradient: Any) -> None:
+    """With the bits of the backward pass, and the kernel gets gradients whose rows are as those of out."""
+    dense = dense_with_a_derivative(Plain())
+    leaves = [torch.randn(2, 6, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    out, lse = dense.with_lse(*leaves)
+    dout = gradient(out.shape)
+    OfTorch.given.clear()
+    found = torch.autograd.grad(out, leaves, dout)
+    (given,) = OfTorch.given
+    # Kernels copy gradients whose last axis has gaps.
+    assert given.is_contiguous() or given.stride(-1) != 1
+    assert not lse.requires_grad
+    detached = [x.detach() for x in leaves]
+    expected = dense.backward(dout, *detached, *dense.forward(*detached))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_python_differentiates_the_rest() -> None:
+    """Queries of another layout, tensors that a kernel cannot read, and an operator without a derivative."""
+    OfTorch.given.clear()
+    q, k, v = (torch.randn(2, 4, 6, 8).requires_grad_() for _ in range(3))
+    strided = [x.transpose(1, 2) for x in (q, k, v)]
+    assert dense_with_a_derivative(Plain()).differentiable(*strided) is None
+    assert dense_with_a_derivative(Plain(head_dim_multiple=16)).differentiable(q, k, v) is None
+    assert dense_with_a_derivative(Plain()).differentiable(*(x.detach() for x in (q, k, v))) is None
+    torch.autograd.grad(dense_with_a_derivative(Plain())(*strided).sum(), (q, k, v))
+    assert OfTorch.given == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("backend", [cudnn, flash], ids=["cudnn", "flash"])
+def test_operators_of_torch_have_the_bits_of_their_backward_pass(backend: Any, gradient: Any) -> None:
+    dense = Dense(LoadedBackend("of-torch", backend.attend, backend.attend_backward), True, (-1, -1), 0.4)
+    leaves = [torch.randn(2, 6, heads, 8, device="cuda").half().requires_grad_() for heads in (4, 2, 2)]
+    dout = gradient((2, 6, 4, 8)).to("cuda").half()
+    out, lse = dense.with_lse(*leaves)
+    assert "WithGradient" not in type(out.grad_fn).__name__
+    assert not lse.requires_grad
+    detached = [x.detach() for x in leaves]
+    results = dense.forward(*detached)
+    assert all(map(torch.equal, (out, lse), results))
+    expected = dense.backward(dout, *detached, *results)
+    # Another layout of the gradient must not meet a plan that cuDNN made for the one before.
+    torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(map(torch.equal, found, expected))
+    batched = torch.autograd.grad(out, leaves, torch.stack([dout, dout]), retain_graph=True, is_grads_batched=True)
+    assert all(torch.equal(x[1], y) for x, y in zip(batched, expected, strict=True))
+    (first,) = torch.autograd.grad(out, leaves[:1], dout, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(first.sum(), leaves)
+    with torch.autograd.graph.save_on_cpu():
+        out, _ = dense.with_lse(*leaves)
+    assert all(map(torch.equal, torch.autograd.grad(out, leaves, dout), expected))

@@ -79,7 +79,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     active = SimpleNamespace(get_current_stream=lambda device: 100 * device + faked.stream)
     monkeypatch.setattr(launch_cache, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch_cache, "record", lambda values: None)
-    monkeypatch.setattr(key_lists, "record", lambda values: None)
     for module, names in (
         (gates, ("_gated_sum_kernel", "_gated_kernel")),
         (combine, ("_sum_kernel", "_combine_kernel")),
@@ -88,7 +87,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         (merge, ("_merge_rows_kernel",)),
         (wider_rows, ("_widen_kernel",)),
         (bwd_preprocess, ("_bwd_preprocess_kernel",)),
-        (lists_of_tokens, ("_lists_kernel",)),
+        (lists_of_tokens, ("_lists_kernel", "_shares_kernel")),
         (by_query, ("_forward_kernel", "_gradient_kernel")),
         (gathered, ("_gathered_kernel", "_merge_kernel")),
         (by_key, ("_key_kernel", "_sum_kernel")),
@@ -156,7 +155,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "combine": lambda: combine.combine_(rows(), row_sums(), [(rows(), row_sums(), 0)]),
     "lists by query": lambda: selected_lists.lists_by_query(selection(), 16, 16),
     "lists by key": lambda: selected_lists.lists_by_key(selection(), 16, 16),
-    "slots": lambda: key_lists.add_slots(rows(2, 4, 2, 16, 16), lists(), rows(), rows(), 1.0),
+    "slots": lambda: key_lists.add_slots(rows(2, 4, 2, 16, 16), lists(), rows(), rows(), 1.0, LaunchCache()),
     "selected by query": lambda: attend_to_selected_blocks(16, "query"),
     "selected and gathered": lambda: attend_to_selected_blocks(16, "gathered"),
     "selected tokens": lambda: attend_to_selected_blocks(1, "query"),

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from dilabench.backends.sdpa import flash_cpu as sdpa_flash_cpu
 from dilabench.backends.sdpa import flash_cuda as sdpa_flash_cuda
-from dilabench.workload.spec import UNBOUNDED, Window
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`contracts.Attend` by the kernel of q's device."""
-    kernel = sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda
-    return kernel.attend(q, k, v, causal=causal, window=window, scale=scale)
+    return (sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda).attend(q, k, v, **options)
 
 
-def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    window: Window = UNBOUNDED,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(dout: Tensor, q: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`contracts.AttendBackward` by the kernel of q's device."""
     kernel = sdpa_flash_cpu if q.device.type == "cpu" else sdpa_flash_cuda
-    return kernel.attend_backward(dout, q, k, v, out, lse, causal=causal, window=window, scale=scale)
+    return kernel.attend_backward(dout, q, *others, **options)
+
+
+def _differentiable(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return None if q.device.type == "cpu" else sdpa_flash_cuda.attend.differentiable(q, k, v, **options)  # type: ignore[attr-defined]
+
+
+attend.differentiable = _differentiable  # type: ignore[attr-defined]

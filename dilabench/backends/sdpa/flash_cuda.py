@@ -59,5 +59,5 @@ def _window(band: Band) -> dict[str, int]:
 
 
 PLAIN = replace(CUDA_KERNEL, forward_span=None)
-attend, attend_backward = adapted(_forward, _backward, PLAIN)
+attend, attend_backward = adapted(_forward, _backward, PLAIN, derivative=True)
 packed = adapted_packed(_forward, _backward, replace(PLAIN, aligns_ends=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
 LARGEST_HEAD_DIM = 256
 
 
+class _Kept(NamedTuple):
+    """What all passes over a selection on one stream read: int32 indices [B, N, K, S], of packed sequences [T, K, S]
+    and their bounds, and lists.
+    """
+
+    indices: Tensor
+    bounds: Tensor | None
+    lists: KeptLists
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Tiled(SelectedAttention):
     """Over one sequence, padded, or over packed ones with `bounds`. Lists are made by the first pass that needs them,
@@ -28,8 +39,7 @@ class Tiled(SelectedAttention):
     selection: Selection
     scale: float
     bounds: tuple[int, ...] = ()
-    _kept: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _lists: dict[int, KeptLists] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Hashable, _Kept] = field(default_factory=dict, init=False, repr=False)
 
     takes_bounds: ClassVar[bool] = True
 
@@ -38,14 +48,12 @@ class Tiled(SelectedAttention):
         # Triton is not installed everywhere, and only GPUs need it.
         from dilabench.kernels.selected.attention import selected_forward
 
-        check(self.selection, q, k, v)
-        indices, options = self._indices(q), (self.selection.block, self.selection.causal, self.scale)
-        window = self.selection.window
-        kept = self._lists_of(len(q))
-        if not self.bounds:
+        indices, bounds, kept = self._kept_for(q, k, v)
+        options, window = (self.selection.block, self.selection.causal, self.scale), self.selection.window
+        if bounds is None:
             return selected_forward(q, k, v, indices, *options, window=window, kept=kept)
-        rows, bounds = self.bounds[-1], self._bounds(q)
-        q, k, v, indices = (x[0, :rows] for x in (q, k, v, indices))
+        rows = self.bounds[-1]
+        q, k, v = (x[0, :rows] for x in (q, k, v))
         out, lse = selected_forward(q, k, v, indices, *options, window=window, cu_seqlens=bounds, kept=kept)
         missing = self.selection.length - rows
         return pad(out, (0, 0, 0, 0, 0, missing))[None], pad(lse, (0, missing), value=-torch.inf)[None]
@@ -56,14 +64,12 @@ class Tiled(SelectedAttention):
         """dq, dk, dv, summed in float32."""
         from dilabench.kernels.selected.attention import selected_backward
 
-        check(self.selection, q, k, v)
-        indices, options = self._indices(q), (self.selection.block, self.selection.causal, self.scale)
-        window = self.selection.window
-        kept = self._lists_of(len(q))
-        if not self.bounds:
+        indices, bounds, kept = self._kept_for(q, k, v)
+        options, window = (self.selection.block, self.selection.causal, self.scale), self.selection.window
+        if bounds is None:
             return selected_backward(dout, q, k, v, out, lse, indices, *options, window=window, kept=kept)
-        rows, bounds = self.bounds[-1], self._bounds(q)
-        dout, q, k, v, out, indices = (x[0, :rows] for x in (dout, q, k, v, out, indices))
+        rows = self.bounds[-1]
+        dout, q, k, v, out = (x[0, :rows] for x in (dout, q, k, v, out))
         lse = lse[0, :, :rows]
         gradients = selected_backward(
             dout, q, k, v, out, lse, indices, *options, window=window, cu_seqlens=bounds, kept=kept
@@ -72,21 +78,23 @@ class Tiled(SelectedAttention):
         dq, dk, dv = (pad(x, (0, 0, 0, 0, 0, missing))[None] for x in gradients)
         return dq, dk, dv
 
-    def _indices(self, q: Tensor) -> Tensor:
-        """int32 [B, N, K, S], one for each batch item."""
-        indices = self.selection.indices
-        return indices.to(torch.int32).expand(q.shape[0], *indices.shape[1:]).contiguous()
-
-    def _lists_of(self, batch: int) -> KeptLists:
-        """The lists of a batch of this size: items that share indices have lists of their keys."""
+    def _kept_for(self, q: Tensor, k: Tensor, v: Tensor) -> _Kept:
+        """What passes over such tensors on the current stream read. Raises ValueError for tensors that do not fit."""
         from dilabench.kernels.selected.lists import KeptLists
 
-        return self._lists.setdefault(batch, KeptLists())
-
-    def _bounds(self, q: Tensor) -> Tensor:
-        if q.device not in self._kept:
-            self._kept[q.device] = torch.tensor(self.bounds, dtype=torch.int32, device=q.device)
-        return self._kept[q.device]
+        # Where memory is only traced there is no stream.
+        on_gpu = q.is_cuda and torch.cuda.is_initialized()
+        key = q.shape, k.shape, v.shape, torch.cuda.current_stream(q.device) if on_gpu else q.device
+        if key not in self._kept:
+            check(self.selection, q, k, v)
+            indices = self.selection.indices
+            indices = indices.to(torch.int32).expand(q.shape[0], *indices.shape[1:]).contiguous()
+            bounds = None
+            if self.bounds:
+                indices = indices[0, : self.bounds[-1]]
+                bounds = torch.tensor(self.bounds, dtype=torch.int32, device=q.device)
+            self._kept[key] = _Kept(indices, bounds, KeptLists())
+        return self._kept[key]
 
 
 def serves(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -51,9 +51,12 @@ def block_sparse_backward(
     """
     dim = q.shape[-1]
     dout, q, k, v, out = (padded(x) for x in (dout, q, k, v, out))
-    at_once = None if query_config or key_config else backward_tiles(q, k, v, dout, plan)
-    cache = plan.launch_cache("backward", dout, q, k, v, out, lse, scale, query_config, key_config, at_once)
+    may_add = not torch.are_deterministic_algorithms_enabled()
+    cache = plan.launch_cache("backward", dout, q, k, v, out, lse, scale, query_config, key_config, may_add)
     cache.once("checked", lambda: check(q, k, v, plan))
+    at_once = None
+    if may_add and not (query_config or key_config):
+        at_once = cache.once("at once", lambda: backward_tiles(q, k, v, dout, plan))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv}
     sums = dq_accumulator(q, k, at_once) if at_once else None
@@ -64,8 +67,9 @@ def block_sparse_backward(
         lists, slots = _key_lists(plan, at_once, q, k)
         _run_at_once(tensors | {"slots": slots}, dq, lists, plan, scale, at_once, cache)
     else:
-        by_query = plan.config(q.shape[-1], "backward_query", q.element_size(), query_config)
-        by_key = plan.config(q.shape[-1], "backward_key", q.element_size(), key_config)
+        kind = q.shape[-1], q.element_size()
+        by_query = cache.once("by query", lambda: plan.config(kind[0], "backward_query", kind[1], query_config))
+        by_key = cache.once("by key", lambda: plan.config(kind[0], "backward_key", kind[1], key_config))
         stats_layout = StatsLayout.of(q.shape[1], tile=max(by_query.block_m, by_key.block_m))
         stats = bwd_preprocess(out, dout, lse.contiguous(), stats_layout, cache, "row sums")
         lists, slots = _key_lists(plan, by_key, q, k)
@@ -76,7 +80,7 @@ def block_sparse_backward(
             yield _key_launch(tensors, lists, plan, scale, by_key)
 
         cache.launch("passes", [tensors] * 2, prepare)
-    add_slots(slots, lists, dk, dv, scale)
+    add_slots(slots, lists, dk, dv, scale, cache)
     return cut(dq, dim), cut(dk, dim), cut(dv, dim)
 
 
@@ -129,9 +133,9 @@ def _of_backward(tensors: dict[str, Tensor], scale: float) -> dict[str, Any]:
 
 
 def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
-    """The tiles of the Hopper kernel if it supports these tensors and is faster, else None."""
+    """The tiles of the Hopper kernel, which adds in any order, if it takes these tensors and is faster, else None."""
     # The pairs are counted last: that makes lists.
-    if torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+    if plan.hidden is not None:
         return None
     pairs = plan.pairs(q.shape[2])
     if pairs is None:

@@ -21,8 +21,7 @@ from torch import Tensor
 from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.lists import TileLists
 from dilabench.kernels.fused.row_layout import PER_LENGTH
-from dilabench.kernels.launch_cache import launch_once
-from dilabench.kernels.streams import record
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 
 _ALL = np.iinfo(np.int32).max
 
@@ -139,30 +138,32 @@ def _add_slots_kernel(
         tl.store(dv_ptr + result, dv.to(dv_ptr.dtype.element_ty), inside)
 
 
-def add_slots(slots: Tensor, lists: KeyLists, dk: Tensor, dv: Tensor, scale: float) -> None:
+def add_slots(slots: Tensor, lists: KeyLists, dk: Tensor, dv: Tensor, scale: float, cache: LaunchCache) -> None:
     """Write the tiles of dk and dv [B, N, K, D] that were computed in several items: the sums of their slots.
 
     ``slots`` float32 [B * K, slots, 2, rows, columns], dk / scale before dv.
     """
     sets, n_shared, _ = lists.shared.shape
-    if n_shared:
+    if not n_shared:
+        return
+    tensors = {"slots": slots, "dk": dk, "dv": dv}
+
+    def prepare() -> list[Launch]:
         _, _, _, rows, columns = slots.shape
-        record([lists.shared])
-        launch_once(
-            _add_slots_kernel,
-            (len(slots) * n_shared,),
-            slots,
-            lists.shared,
-            dk,
-            dv,
-            scale,
-            lists.slots,
-            n_shared,
-            dk.shape[2],
-            dk.shape[1],
-            HEAD_DIM=dk.shape[3],
-            PER_HEAD=sets > 1,
-            ROWS=rows,
-            DIM=columns,
-            num_warps=8,
-        )
+        arguments = {
+            **{f"{name}_ptr": x for name, x in tensors.items()},
+            "shared_ptr": lists.shared,
+            "scale": scale,
+            "n_slots": lists.slots,
+            "n_shared": n_shared,
+            "n_kv_heads": dk.shape[2],
+            "key_rows": dk.shape[1],
+            "HEAD_DIM": dk.shape[3],
+            "PER_HEAD": sets > 1,
+            "ROWS": rows,
+            "DIM": columns,
+            "num_warps": 8,
+        }
+        return [Launch(_add_slots_kernel, lambda _: ((slots.shape[0] * n_shared,), arguments))]
+
+    cache.launch("slots", [tensors], prepare)

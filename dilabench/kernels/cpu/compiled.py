@@ -18,8 +18,9 @@ from dilabench.machine import CXX_COMPILERS, cpuinfo, cxx_compiler
 
 SOURCE = Path(__file__).with_name("flash.cpp")
 FUNCTIONS = ("flash_forward", "flash_backward")
-# Rows of a tile, and tiles that a thread works on together.
-CONSTANTS = {"QUERIES": 64, "KEYS": 64, "FORWARD_TILES": 4, "BACKWARD_TILES": 2}
+# Rows of a tile, tiles that a thread works on together, and numbers behind the result of each of few rows, for its
+# maximum and sum.
+CONSTANTS = {"QUERIES": 64, "KEYS": 64, "FORWARD_TILES": 4, "BACKWARD_TILES": 2, "BEHIND_ROW": 16}
 # Rows that share keys up to which a forward pass has channels in the lanes of vectors, not queries.
 FEW_ROWS = 16
 # Fused multiply-add; no errno and traps. Not -ffast-math, which assumes that no number is infinite or NaN.

@@ -572,8 +572,8 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
 // the keys of a token often follow each other in memory. Scores have keys in the lanes, results have channels. Parts are
 // merged at the end.
 
-// A row of few queries while it is computed: its result in whole vectors, then the maximum and the sum of its weights.
-constexpr int BEHIND_ROW = 16;
+// A row of few queries while it is computed: its result in whole vectors, then BEHIND_ROW numbers, of which the first
+// are the maximum and the sum of its weights.
 constexpr int LINE = 64;  // bytes of a cache
 
 struct FewRoom {
@@ -848,6 +848,20 @@ struct Place {
   }
 };
 
+// What Python packs (`_PACKED`).
+struct Forward {
+  Call call;
+  Place q, k, v, out;
+  Lse lse;
+};
+struct Backward {
+  Call call;
+  int64_t parts;
+  Place dout, q, k, v, out;
+  Lse lse;
+  Place dq, dk, dv;
+};
+
 template <class Work>
 void of_type(int type, Work work) {
   switch (type) {
@@ -864,18 +878,17 @@ void of_type(int type, Work work) {
 
 extern "C" {
 
-void flash_forward(const Call* call, int type, const Place* q, const Place* k, const Place* v, const Place* out,
-                   const Lse* lse) {
+void flash_forward(const Forward* given, int type) {
   of_type(type, [&](auto number) {
-    (call->parts ? forward_of_few<decltype(number)> : forward<decltype(number)>)(*call, *q, *k, *v, *out, *lse);
+    const Forward& a = *given;
+    (a.call.parts ? forward_of_few<decltype(number)> : forward<decltype(number)>)(a.call, a.q, a.k, a.v, a.out, a.lse);
   });
 }
 
-void flash_backward(const Call* call, int type, int64_t parts, const Place* dout, const Place* q, const Place* k,
-                    const Place* v, const Place* out, const Lse* lse, const Place* dq, const Place* dk,
-                    const Place* dv) {
+void flash_backward(const Backward* given, int type) {
   of_type(type, [&](auto number) {
-    backward<decltype(number)>(*call, parts, *dout, *q, *k, *v, *out, *lse, *dq, *dk, *dv);
+    const Backward& a = *given;
+    backward<decltype(number)>(a.call, a.parts, a.dout, a.q, a.k, a.v, a.out, a.lse, a.dq, a.dk, a.dv);
   });
 }
 

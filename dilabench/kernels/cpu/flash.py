@@ -5,55 +5,34 @@ Queries are aligned to the last keys: with M queries and L keys, query i is at t
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
 from math import gcd, log
+from struct import Struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilabench.kernels.cpu.compiled import CONSTANTS, FEW_ROWS, library, openmp_parallel, why_unavailable
 
-QUERIES, KEYS, FORWARD_TILES, BACKWARD_TILES = CONSTANTS.values()
+QUERIES, KEYS, FORWARD_TILES, BACKWARD_TILES, BEHIND_ROW = CONSTANTS.values()
 # Rows of dk and dv, while they are summed, are vectors of any width.
 LANES = 16
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
-# Numbers behind the result of one of these rows, for its maximum and sum.
-BEHIND_ROW = 16
 
 
-class _Call(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "queries", "keys", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("first_at", "left", "right", "block", "heads_of_list")),
-        *((name, ctypes.c_void_p) for name in ("spans", "ranges", "hidden")),
-        *((name, ctypes.c_int64) for name in ("hidden_ranges", "hidden_keys")),
-        *((name, ctypes.c_float) for name in ("scale", "log_count")),
-        *((name, ctypes.c_int32) for name in ("threads", "onto")),
-        ("room", ctypes.c_void_p),
-        ("of_thread", ctypes.c_int64),
-        ("parallel", ctypes.c_void_p),
-        ("parts", ctypes.c_int64),
-    )
+# The structures Call, Place and Lse of the C++, and the arguments of its functions.
+_CALL, _PLACE, _LSE = "11q3P2q2f2iPqPq", "P3q", "P5q"
+_PACKED = {
+    "flash_forward": Struct(_CALL + 4 * _PLACE + _LSE).pack,
+    "flash_backward": Struct(_CALL + "q" + 5 * _PLACE + _LSE + 3 * _PLACE).pack,
+}
 
 
-class _Place(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
-
-
-class _Lse(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("outer", "inner", "batch", "head", "row")),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
 
     left: int
@@ -103,7 +82,7 @@ def attend(
     """
     B, M, H, D = q.shape
     if out is None:
-        out = q.new_empty(q.shape, dtype=torch.float32)
+        out = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     if lse is None:
         lse = q.new_empty((B, H, M), dtype=torch.float32)
     threads = _threads(2, q, k, mask, blocks)
@@ -147,7 +126,7 @@ def attend_backward(
     if onto is not None:
         dq = onto[0]
     elif dq is None:
-        dq = q.new_empty(q.shape, dtype=torch.float32)
+        dq = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     if parts > 1:
         # Each part adds to separate sums.
         sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
@@ -219,30 +198,24 @@ def _launch(
         raise _without_values(next(x for x in tensors[:4] if x.is_neg()))
     B, M, H, D = q.shape
     L, (threads, of_thread, parts) = k.shape[1], of_room
-    seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
+    seen: tuple[int, ...] = (L - M, mask.left, mask.right, max(M, 1), H, 0, 0, 0, 0, 0)
     if blocks is not None:
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
-    call = _Call(
-        *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
-        *(threads, onto, room.data_ptr(), of_thread, openmp_parallel(), parts),
-    )
-    of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
-    getattr(library(), function)(ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors)
-
-
-def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
-    """The strides of [B, M, H, D], whose last axis is contiguous; of lse [B, H, M], or [S, G, H, M] if S times G are
-    the batch.
-    """
-    address = x.data_ptr()
-    if not address and x.numel():
-        raise _without_values(x)
-    if x is lse:
-        *outer, batch, head, row = x.stride()
-        return _Lse(address, outer[0] if outer else 0, x.shape[-3], batch, head, row)
-    batch, row, head, _ = x.stride()
-    return _Place(address, batch, head, row)
+    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), threads, onto]
+    arguments += room.data_ptr(), of_thread, openmp_parallel(), parts, *numbers
+    for x in tensors:
+        address = x.data_ptr()
+        if not address and x.numel():
+            raise _without_values(x)
+        if x is lse:
+            # [B, H, M], or [S, G, H, M] if S times G are the batch.
+            *outer, batch, head, row = x.stride()
+            arguments += address, outer[0] if outer else 0, x.shape[-3], batch, head, row
+        else:
+            batch, row, head, _ = x.stride()
+            arguments += address, batch, head, row
+    getattr(library(), function)(_PACKED[function](*arguments), TYPES[q.dtype])
 
 
 def _without_values(x: Tensor) -> ValueError:

@@ -197,23 +197,24 @@ def key_gradients(
 ) -> None:
     """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`; shares of one part."""
     keys = keys_of_tile(selection.block, tiles)
-    key_tiles = triton.cdiv(selection.block, keys)
-    # A list in one share writes its result; an empty one has no share, and its sum of no slots is 0.
-    parts = -(-shares.edges.diff(dim=0).flatten() // shares.entries)
-    taken = torch.where(parts > 1, parts, 0)
-    slot = torch.where(parts == 1, -1, taken.cumsum(0) - taken).int()
+    key_tiles = -(-selection.block // keys)
     # A list in several shares has more than half of `entries` in each, in the mean.
-    slots = max(1, 2 * len(lists.places) // shares.entries)
+    slots = max(1, 2 * lists.places.shape[0] // shares.entries)
     sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
-    own = {"places": lists.places, "slot": slot, "slots": sums} | shares.tensors | selection.tensors
-    arguments = given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
-    programs = shares.lists.numel() * key_tiles
-    launch(_key_kernel, programs, tensors | own, arguments, tiles, cache, ("by key", shares.entries))
-    launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, ("sums", shares.entries))
+    own = tensors | {"places": lists.places, "slots": sums} | shares.tensors | selection.tensors
+
+    def facts() -> dict[str, Any]:
+        return given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
+
+    launch(_key_kernel, shares.lists.numel() * key_tiles, own, facts, tiles, cache, ("by key", shares.entries))
+    launch(_sum_kernel, (lists.starts.shape[0] - 1) * key_tiles, own, facts, tiles, cache, ("sums", shares.entries))
 
 
-def entries_of_share(selection: TokenSelection, group: int, tiles: TileConfig) -> int:
-    """How many queries of a list a program takes at most: enough programs for a GPU, and enough steps for each."""
-    key_tiles = triton.cdiv(selection.block, keys_of_tile(selection.block, tiles))
-    steps = selection.indices.numel() * group * key_tiles // (tiles.block_m * tuned.SHARING_PROGRAMS)
+def entries_of_share(indices: int, block: int, group: int, tiles: TileConfig) -> int:
+    """How many queries of a list a program takes at most: enough programs for a GPU, and enough steps for each.
+
+    indices: how many a selection has.
+    """
+    key_tiles = triton.cdiv(block, keys_of_tile(block, tiles))
+    steps = indices * group * key_tiles // (tiles.block_m * tuned.SHARING_PROGRAMS)
     return max(1, max(tuned.LEAST_SHARED_STEPS, steps) * tiles.block_m // group)

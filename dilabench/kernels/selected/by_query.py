@@ -9,6 +9,7 @@ as many short blocks as fill a tile, so that blocks of one token are gathered ro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import triton
@@ -330,17 +331,17 @@ def query_form(
     """
     kernel = _forward_kernel if direction == "forward" else _gradient_kernel
     for part in (each,) if united is None else (united[0], each):
-        own: dict[str, Any] = {
-            "QUERIES": part.shape.queries,
-            "HEADS": part.shape.heads,
-            "PARTS": part.shape.parts,
-            "UNITED": united[0].shape.queries if united else 1,
-            "MOST_BLOCKS": united[1] if united else 0,
-            "BLOCK_N": part.tiles.block_n,
-        }
+        (queries, heads, parts), of_unions = part.shape, (1, 0)
         used = tensors | part.lists.tensors | selection.tensors
         if united:
             used["unions"] = united[0].lists.counts
-        name = ("by query", selection.first_row, len(selection.indices), part.shape, own["UNITED"], own["MOST_BLOCKS"])
-        programs = part.lists.counts.numel() * part.shape.parts
-        launch(kernel, programs, used, given | selection.arguments | own, part.tiles, cache, name)
+            of_unions = united[0].shape.queries, united[1]
+        own = {"QUERIES": queries, "HEADS": heads, "PARTS": parts, "BLOCK_N": part.tiles.block_n}
+        own |= zip(("UNITED", "MOST_BLOCKS"), of_unions, strict=True)
+        name = ("by query", selection.first_row, selection.rows, part.shape, of_unions)
+        arguments = partial(_arguments, given, selection, own)
+        launch(kernel, part.lists.counts.numel() * parts, used, arguments, part.tiles, cache, name)
+
+
+def _arguments(given: dict[str, Any], selection: TokenSelection, own: dict[str, int]) -> dict[str, Any]:
+    return given | selection.arguments | own

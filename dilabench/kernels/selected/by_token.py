@@ -52,11 +52,10 @@ def _sum_kernel(
 def add_token_gradients(parts: Tensor, sums: Tensor, lists: KeyLists, cache: LaunchCache) -> None:
     """Add ``parts`` [K, tokens, S, PARTS, 2, D] of the tokens of ``lists`` to ``sums`` [K, T, 2, D] float32."""
     columns = 2 * sums.shape[-1]
-    arguments = {
-        "PARTS": parts.shape[3],
-        "ROWS": _ROWS,
-        "COLUMNS": columns,
-        "WIDTH": triton.next_power_of_2(columns),
-    }
+
+    def arguments() -> dict[str, int]:
+        width = triton.next_power_of_2(columns)
+        return {"PARTS": parts.shape[3], "ROWS": _ROWS, "COLUMNS": columns, "WIDTH": width}
+
     tensors = {"parts": parts, "sums": sums, "places": lists.places, "starts": lists.starts}
-    launch(_sum_kernel, len(lists.starts) - 1, tensors, arguments, _SUM, cache, ("sums", parts.shape))
+    launch(_sum_kernel, lists.starts.shape[0] - 1, tensors, arguments, _SUM, cache, ("sums", parts.shape))

@@ -24,7 +24,7 @@ from dilabench.kernels.selected.lists import KeyLists, Shares
 from dilabench.kernels.selected.operands import PER_LENGTH, launch
 from dilabench.kernels.selected.selection import TokenSelection, load_rows, rows_of_block, tile_at
 from dilabench.kernels.softmax import finite
-from dilabench.kernels.tuning import TileConfig, padded_dim
+from dilabench.kernels.tuning import TileConfig
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 # A pass over memory, which has no tiles.
@@ -280,7 +280,7 @@ def _merge_kernel(
 
 def keys_of_tile(block: int, tiles: TileConfig) -> int:
     """How many keys a tile has: the whole block where it fits, in a power of two."""
-    return triton.next_power_of_2(block) if block <= tiles.block_n else tiles.block_n
+    return 1 << (block - 1).bit_length() if block <= tiles.block_n else tiles.block_n
 
 
 def gathered_form(
@@ -298,15 +298,16 @@ def gathered_form(
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
-    name = part.first_row, len(part.indices), shares.entries
-    arguments = {
-        **given,
-        **part.arguments,
-        "part": number,
-        "ENTRIES": shares.entries,
-        "ROWS": tiles.block_m,
-        "KEYS": keys_of_tile(part.block, tiles),
-    }
+    name = part.first_row, part.rows, shares.entries
+    rows, kv_heads, slots = part.indices.shape
+
+    def arguments() -> dict[str, Any]:
+        own = {"part": number, "ENTRIES": shares.entries}
+        return given | part.arguments | own | {"ROWS": tiles.block_m, "KEYS": keys_of_tile(part.block, tiles)}
+
+    def of_merge() -> dict[str, Any]:
+        return arguments() | {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
+
     operands = tensors | {"places": lists.places} | shares.tensors | part.tensors
     launch(_gathered_kernel, shares.lists.shape[1], operands, arguments, tiles, cache, ("gathered", *name))
     forward = "dout" not in tensors
@@ -314,8 +315,6 @@ def gathered_form(
     merged = {"partial": tensors["partial"], "counts": lists.counts, "result": result}
     if forward:
         merged |= {"partial_lse": tensors["partial_lse"], "lse": tensors["lse"]}
-    rows, kv_heads, slots = part.indices.shape
-    at_a_time = row_program("combine", padded_dim(result.shape[-1])).rows
-    arguments |= {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
-    programs = triton.cdiv(rows * given["GROUP"], at_a_time) * kv_heads
-    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *name))
+    at_a_time = row_program("combine", given["DIM"]).rows
+    programs = -(-rows * given["GROUP"] // at_a_time) * kv_heads
+    launch(_merge_kernel, programs, merged, of_merge, _MERGE, cache, ("merge", *name))

@@ -9,8 +9,7 @@ meets a repeated or an absent index. Sizes follow from shapes alone: the host wa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,13 +24,11 @@ from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, 
 from dilabench.kernels.streams import is_captured
 from dilabench.kernels.tuning import TileConfig
 
-ListsT = TypeVar("ListsT")
-
 # Elements that a program of four warps sorts at a time.
 _ELEMENTS = 1024
 _SORT = TileConfig(0, 0, 4, 1)
-# Edges of lists that a program finds at a time.
-_EDGES = 128
+# Edges of lists that a program finds at a time, and lists that it divides into shares.
+_EDGES, _LISTS = 128, 1024
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -96,32 +93,10 @@ class KeyLists(NamedTuple):
     counts: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class KeptLists:
-    """Lists of one selection that passes make when they first need them, for as long as its indices do not change.
-
-    Each stream has its own: nothing orders the work of two.
+class KeptLists(dict[Hashable, Any]):
+    """Lists of one selection by name, which passes make when they first need them, for as long as its indices do not
+    change. Of passes on one stream: nothing orders the work of two.
     """
-
-    _lists: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
-        """What `make` gives at the first call on the current stream."""
-        key = _on_stream(device, name)
-        if key not in self._lists:
-            self._lists[key] = make()
-        lists: ListsT = self._lists[key]
-        return lists
-
-    def known(self, device: torch.device, name: Hashable) -> Any:
-        """What `once` gave on the current stream; None before."""
-        return self._lists.get(_on_stream(device, name))
-
-
-def _on_stream(device: torch.device, name: Hashable) -> Hashable:
-    # Where memory is only traced there is no stream.
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-    return name, torch.cuda.current_stream(device) if on_gpu else None
 
 
 class Shares(NamedTuple):
@@ -129,18 +104,22 @@ class Shares(NamedTuple):
 
     ``lists`` int32 [parts, programs]: the list of a share, the number of lists behind the last share of a part.
     ``first`` int32 [parts, lists]: the first share of a list. ``edges`` int32 [parts + 1, lists]: where in
-    `KeyLists.places` the tokens of a part begin in a list; behind the last part where the list ends.
+    `KeyLists.places` the tokens of a part begin in a list; behind the last part where the list ends. ``slot`` int32
+    [lists] of a single part: where the sums of a list in several shares begin, -1 for a list in one share, which writes
+    its result; an empty list has no share, and its sum of no slots is 0.
     """
 
     lists: Tensor
     first: Tensor
     edges: Tensor
     entries: int
+    slot: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By the names under which kernels take them."""
-        return {"lists": self.lists, "share": self.first, "edges": self.edges}
+        slot = {} if self.slot is None else {"slot": self.slot}
+        return {"lists": self.lists, "share": self.first, "edges": self.edges, **slot}
 
 
 @triton.jit
@@ -244,27 +223,65 @@ def key_lists(selection: TokenSelection, cache: LaunchCache, name: Hashable) -> 
 def shares_of(lists: KeyLists, selection: TokenSelection, entries: int, cache: LaunchCache, rows: int = 0) -> Shares:
     """Lists in shares of at most this many queries, for parts of ``rows`` tokens; 0: all tokens are one part."""
     total, kv_heads, slots = selection.indices.shape
-    count = len(lists.starts) - 1
-    if 0 < rows < total:
-        parts = -(-total // rows)
-        edges = lists.starts.new_empty((parts + 1, count))
-        tensors = {"places": lists.places, "starts": lists.starts, "edges": edges}
-        arguments = selection.arguments | {
-            "part_rows": rows,
-            "n_edges": edges.numel(),
-            "steps": total.bit_length(),
-            "WIDTH": _EDGES,
-        }
+    count, parts = lists.starts.shape[0] - 1, -(-total // rows) if rows else 1
+    edges = lists.starts.new_empty((parts + 1, count))
+    tensors = {"edges": edges, "starts": lists.starts}
+    if parts > 1:
+        own = {"part_rows": rows, "n_edges": edges.numel(), "steps": total.bit_length(), "WIDTH": _EDGES}
         programs = triton.cdiv(edges.numel(), _EDGES)
-        launch(_edges_kernel, programs, tensors, arguments, _SORT, cache, ("edges", rows))
-    else:
-        parts, rows = 1, total
-        edges = torch.stack((lists.starts[:-1], lists.starts[1:]))
-    counts = (edges[1:] - edges[:-1] + (entries - 1)) // entries
-    ends = counts.cumsum(1, dtype=torch.int32)
-    programs = kv_heads * rows * slots // entries + count
-    share = torch.arange(programs, dtype=torch.int32, device=ends.device).repeat(parts, 1)
-    return Shares(torch.searchsorted(ends, share, right=True, out_int32=True), ends - counts, edges, entries)
+        of_places = tensors | {"places": lists.places}
+        launch(_edges_kernel, programs, of_places, lambda: selection.arguments | own, _SORT, cache, ("edges", rows))
+        tensors = {"edges": edges}
+    most = kv_heads * min(rows or total, total) * slots // entries + count
+    made = Shares(edges.new_empty((parts, most)), torch.empty_like(edges[:parts]), edges, entries)
+    if parts == 1:
+        made = made._replace(slot=edges.new_empty(count))
+    facts = {"n_lists": count, "programs": most, "share_entries": entries, "WIDTH": _LISTS}
+    launch(_shares_kernel, parts, made.tensors | tensors, lambda: facts, _SORT, cache, ("shares", entries, rows))
+    return made
+
+
+@triton.jit(do_not_specialize=("n_lists", "programs", "share_entries"))
+def _shares_kernel(
+    starts_ptr,
+    edges_ptr,
+    lists_ptr,
+    share_ptr,
+    slot_ptr,
+    n_lists,
+    programs,
+    share_entries,
+    WIDTH: tl.constexpr,
+):
+    # A program has a part of the tokens. With starts_ptr there is one part, whose edges are written, too.
+    part = tl.program_id(0).to(tl.int64)
+    edges_ptr += part * n_lists
+    share_ptr += part * n_lists
+    lists_ptr += part * programs
+    shares, slots = 0, 0
+    for first in range(0, n_lists, WIDTH):
+        number = first + tl.arange(0, WIDTH)
+        there = number < n_lists
+        if starts_ptr is not None:
+            begin, end = tl.load(starts_ptr + number, there, 0), tl.load(starts_ptr + number + 1, there, 0)
+            tl.store(edges_ptr + number, begin, there)
+            tl.store(edges_ptr + n_lists + number, end, there)
+        else:
+            begin, end = tl.load(edges_ptr + number, there, 0), tl.load(edges_ptr + n_lists + number, there, 0)
+        count = (end - begin + share_entries - 1) // share_entries
+        before = shares + tl.cumsum(count, 0) - count
+        tl.store(share_ptr + number, before, there)
+        if slot_ptr is not None:
+            several = tl.where(count > 1, count, 0)
+            taken = slots + tl.cumsum(several, 0) - several
+            tl.store(slot_ptr + number, tl.where(count == 1, -1, taken), there)
+            slots += tl.sum(several, 0)
+        for share in range(tl.max(count, 0)):
+            tl.store(lists_ptr + before + share, number, share < count)
+        shares += tl.sum(count, 0)
+    for first in range(shares, programs, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        tl.store(lists_ptr + at, tl.zeros([WIDTH], tl.int32) + n_lists, at < programs)
 
 
 @triton.jit(do_not_specialize=(*PER_SELECTION, "part_rows", "n_edges", "steps"))
@@ -308,5 +325,5 @@ def _launch(
     lists = max(1, _ELEMENTS // width)
     programs = triton.cdiv(triton.cdiv(rows, queries * tile_step) * kv_heads, lists)
     tensors = {"indices": selection.indices, **results, **selection.tensors}
-    arguments = selection.arguments | {"QUERIES": queries, "LISTS": lists, "WIDTH": width, "tile_step": tile_step}
-    launch(_lists_kernel, programs, tensors, arguments, _SORT, cache, name)
+    own = {"QUERIES": queries, "LISTS": lists, "WIDTH": width, "tile_step": tile_step}
+    launch(_lists_kernel, programs, tensors, lambda: selection.arguments | own, _SORT, cache, name)

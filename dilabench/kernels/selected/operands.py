@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -65,19 +65,20 @@ def launch(
     kernel: Any,
     programs: int,
     tensors: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
+    arguments: Callable[[], Mapping[str, Any]],
     tiles: TileConfig,
     cache: LaunchCache,
     name: Hashable,
 ) -> None:
     """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None without an x.
 
-    It gets the ``arguments`` that it takes, and the warps and stages of ``tiles``.
+    It gets those of the ``arguments`` that it takes, which a repeated launch does not ask for, and the warps and stages
+    of ``tiles``.
     """
 
     def prepare() -> list[Launch]:
         pointers = {f"{x}_ptr": tensor for x, tensor in tensors.items()}
-        own: dict[str, Any] = {**pointers, **arguments, "STAGES": tiles.num_stages}
+        own: dict[str, Any] = {**pointers, **arguments(), "STAGES": tiles.num_stages}
         given = {
             argument: own.get(argument) if argument.endswith("_ptr") else own[argument] for argument in kernel.arg_names
         }

@@ -82,6 +82,11 @@ class TokenSelection:
         return replace(self, indices=self.indices[first_row : first_row + rows], first_row=first_row)
 
     @property
+    def rows(self) -> int:
+        """T, the number of query tokens."""
+        return self.indices.shape[0]
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """The tables of documents, by the names under which kernels take them."""
         tables = {"spans": self.spans, "bounds": self.bounds}
