@@ -60,8 +60,8 @@ def attend(
     indices: Tensor | None = None,
     backend: str | Attend = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, M, H, D] and lse [B, H, M], which carries no gradient, of query [B, M, H, D], key and value [B, N, K, D];
-    packed [T, ·, D] and [H, T].
+    """out [B, M, H, D] and lse [B, H, M] of query [B, M, H, D], key and value [B, N, K, D]; packed [T, ·, D] and
+    [H, T]. Both are differentiable.
 
     Options as of `attention.attention`. Raises ValueError for what does not fit together.
     """
@@ -134,6 +134,13 @@ def attend(
     read = sink, blocks, unread, unread_ends
     out, lse = as_one_operator(ON_ONE_DEVICE, query, key, value, call, fields, *read)  # type: ignore[arg-type]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def as_constant(lse: Tensor, pattern: AnyPattern | None) -> Tensor:
+    """lse without its gradient if the merge of branches is detached, as operators give it to compilers."""
+    if torch.compiler.is_compiling() or not isinstance(pattern, Pattern):
+        return lse
+    return lse.detach() if pattern.is_detached else lse
 
 
 class _Finder:

@@ -17,7 +17,7 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.call import attend
+from dilabench.attention.call import as_constant, attend
 from dilabench.contracts import Attend
 from dilabench.impls.call import AnyPattern, pattern_of
 from dilabench.patterns.answers import SelectedKeys
@@ -107,7 +107,8 @@ def attention(
         those that hold a query, cut where blocks of keys are. A repeated index counts once, -1 means no
         block; other numbers without a block are refused on a CPU and ignored on a GPU.
     return_lse: also return lse [B, H, M] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
-        without a gradient. A query that attends to no key has out 0 and lse -inf.
+        differentiable. A query that attends to no key has out 0 and lse -inf. A gradient of lse costs a second backward
+        pass; with merge_grad='detached' it has none, for the weights of branches, which are made of it, are constants.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
@@ -146,7 +147,7 @@ def attention(
         indices=indices,
         backend=backend,
     )
-    return (out, lse) if return_lse else out
+    return (out, as_constant(lse, pattern)) if return_lse else out
 
 
 @overload

@@ -26,7 +26,7 @@ class ShapesOnly:
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], which carries no gradient."""
+        """out, and lse [B, H, N]."""
         return eager(self, q, k, v)
 
     def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from dilabench.impls.call import Call, PatternFields, name_of_function, read_call, written
-from dilabench.impls.null_mass import sink_gradient
+from dilabench.impls.null_mass import lse_gradients, sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
+    as_batch_of,
     as_bytes,
     contiguous_like,
     differentiable_operator,
@@ -147,7 +148,7 @@ def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: T
 def eager(
     computation: Computation, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *read: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse [B, H, N], which carries no gradient, without a compiler.
+    """out and lse [B, H, N], both differentiable (over ranks out alone), without a compiler.
 
     sink: [H], the logits of a key of value 0. read: further tensors that the backward pass reads; autograd then refuses
     one that was written to in between.
@@ -164,7 +165,7 @@ def eager(
 
 
 class WithGradient(torch.autograd.Function):
-    """out and lse of a computation, called as it is; lse carries no gradient. Arguments as of `eager`."""
+    """out and lse of a computation, called as it is. Arguments as of `eager`."""
 
     @staticmethod
     def forward(
@@ -176,16 +177,18 @@ class WithGradient(torch.autograd.Function):
             add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
         ctx.computation, ctx.num_read = computation, len(read)
         ctx.save_for_backward(q, k, v, out, lse, sink, *read, *(more[0] if more else ()))
-        ctx.mark_non_differentiable(lse)
+        if getattr(computation, "exchanges", False):
+            # Ranks whose loss depends on lse, and others, would exchange different messages.
+            ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink, *more = ctx.saved_tensors
         none = (None,) * (ctx.num_read + (sink is None))
         if dout is None:
-            if not getattr(ctx.computation, "exchanges", False):
+            if dlse is None and not getattr(ctx.computation, "exchanges", False):
                 return None, None, None, None, None, *(None,) * ctx.num_read
             dout = torch.zeros_like(out)
         elif dout.is_neg() or dout._is_zerotensor():
@@ -193,17 +196,30 @@ class WithGradient(torch.autograd.Function):
         kept = more[ctx.num_read :]
         given = (q, k, v, out, lse, *([kept] if kept else []))
         gradients = ctx.computation.backward
+        if dlse is not None:
+            dout = as_batch_of(dlse, dout)
+            given, gradients = (*given, dlse), partial(with_lse_gradient, gradients)
         if sink is not None:
-            given, gradients = (*given, sink), partial(with_sink_gradient, gradients)
+            given, gradients = (*given, sink), partial(with_sink_gradient, gradients, dlse is not None)
         return None, *first_derivatives(gradients, dout, *given), *none
 
 
+def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk, dv of `gradients`, and those of lse added to them, whose gradient is given last."""
+    *others, dlse = given
+    dq, dk, dv = gradients(dout, *others)
+    more_dq, more_dk = lse_gradients(gradients, dlse, *others)
+    return dq + more_dq, dk + more_dk, dv
+
+
 def with_sink_gradient(
-    gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor
+    gradients: Callable[..., tuple[Tensor, ...]], has_dlse: bool, dout: Tensor, *given: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `gradients`, and that of the sink, which is given last; out and lse are those with the sink."""
+    """dq, dk, dv of `gradients`, and that of the sink, which is given last, with has_dlse behind the gradient of lse;
+    out and lse are those with the sink.
+    """
     *others, sink = given
-    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink)
+    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -225,7 +241,7 @@ class AttentionComputation(ABC):
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64), without a gradient."""
+        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64)."""
         if q.ndim == 3:
             out, lse = self.with_lse(q[None], k[None], v[None])
             return out.squeeze(0), lse.squeeze(0)
@@ -269,11 +285,11 @@ def as_one_operator(
     bounds: Tensor | None = None,
     key_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the finder that is registered under a number.
+    """out [B, N, H, D] and lse [B, H, N], by the finder that is registered under a number.
 
-    Differentiable, also by torch.func. pattern: instead of the call's, which is not read. sink: [H], the logits of a
-    key of value 0. indices: of selected blocks. bounds, key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors:
-    one graph serves all.
+    Differentiable, also by torch.func; lse not over ranks, nor if the merge is detached. pattern: instead of the
+    call's, which is not read. sink: [H], the logits of a key of value 0. indices: of selected blocks. bounds,
+    key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors: one graph serves all.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
@@ -287,7 +303,7 @@ def as_one_operator(
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, key_bounds, number, *options)
-    return out, lse.detach()
+    return out, lse
 
 
 def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,13 +338,16 @@ def _forward_op(
     return out.contiguous(), lse.contiguous(), kept
 
 
-def _shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+def _shapes_of_gradients(
+    _dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_others: Any
+) -> tuple[Tensor, ...]:
     return contiguous_like(q), contiguous_like(k), contiguous_like(v)
 
 
 @operator("attention_backward", _shapes_of_gradients)
 def _backward_op(
     dout: Tensor,
+    dlse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -344,7 +363,11 @@ def _backward_op(
     """dq, dk, dv from the results of the forward operator."""
     computation: Any = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
-    dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
+    given = query, key, value, out, lse, *more
+    if dlse is None:
+        dq, dk, dv = computation.backward(dout, *given)
+    else:
+        dq, dk, dv = with_lse_gradient(computation.backward, dout, *given, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -356,9 +379,15 @@ def _is_alone(read: Sequence[Tensor | None], number: int, asked: str) -> bool:
     return bool(call.cu_seqlens or call.key_bounds) or call.pattern.is_detached
 
 
-# Query, key and value; dout, those, out and lse.
+# Query, key and value; dout, dlse, those, out and lse.
 torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
-torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(7), _is_alone), lib=LIBRARY)
+
+
+def _has_constant_lse(asked: str) -> bool:
+    """Whether lse gets no gradient: over ranks, and in a merge whose weights, which are made of lse, are constants."""
+    call = read_call(asked) if asked else None
+    return call is not None and bool(call.algorithm or call.pattern.is_detached)
 
 
 def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
@@ -393,18 +422,30 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         query, key, value, sink, *read, ctx.number, ctx.asked = inputs
         ctx.save_for_backward(query, key, value, *output, *read, sink)
+        if _has_constant_lse(ctx.asked):
+            ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
+        if dout is None:
+            if dlse is None and not (ctx.asked and read_call(ctx.asked).algorithm):
+                return (None,) * 9
+            dout = torch.zeros_like(saved[3])
 
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _backward_op(*tensors[:10], ctx.number, ctx.asked)
+        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            of_lse = None if dlse is None else tensors[9]
+            return _backward_op(dout, of_lse, *tensors[:9], ctx.number, ctx.asked)
 
-        if sink is None:
-            found = first_derivatives(gradients, dout, *saved)
-        else:
-            found = first_derivatives(partial(with_sink_gradient, gradients), dout, *saved, sink)
+        given, function = saved, gradients
+        if dlse is not None:
+            given, dout = [*given, dlse], as_batch_of(dlse, dout)
+        if sink is not None:
+            given, function = [*given, sink], partial(with_sink_gradient, gradients, dlse is not None)
+        found = first_derivatives(function, dout, *given)
         return *found, *(None for _ in range(9 - len(found)))
 
 
