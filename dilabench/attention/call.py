@@ -59,9 +59,10 @@ def attend(
     key_lengths: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     backend: str | Attend = AUTO,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, M, H, D] and lse [B, H, M] of query [B, M, H, D], key and value [B, N, K, D]; packed [T, ·, D] and
-    [H, T]. Both are differentiable.
+    """out [B, M, H, Dv] and lse [B, H, M] of query [B, M, H, D], key [B, N, K, D] and value [B, N, K, Dv]; packed
+    [T, ·, ·] and [H, T]. Both are differentiable.
 
     Options as of `attention.attention`. Raises ValueError for what does not fit together.
     """
@@ -110,7 +111,7 @@ def attend(
         operands.check_options({"backend": backend})
         own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
     if isinstance(given, Pattern):
-        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
+        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends, softcap)  # type: ignore[arg-type]
         if is_plain_eager_call(query, key, value) and (blocks is None or is_plain_eager_call(blocks)):
             computation = FINDER._computation_for(query, key, value, call, blocks, unread, unread_ends)
             if sink is not None:
@@ -125,9 +126,9 @@ def attend(
         # A compiler cannot trace the pattern: the graph breaks here.
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "sink": sink}
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_k": cu_seqlens_k}
-        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend}
+        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend, "softcap": softcap}
         return outside_compilers(partial(attend, **options), *tensors, pattern)
-    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
+    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends, softcap)  # type: ignore[arg-type]
     operands.refuse_types(call._asdict())
     if sink is not None:
         operands.check_sink(sink, query, given if isinstance(given, Pattern) else None)

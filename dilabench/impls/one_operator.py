@@ -266,7 +266,7 @@ class AttentionComputation(ABC):
 
 
 # The arguments of the operator for a computation that is found by its number alone.
-_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "", ())
+_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "", (), None)
 
 
 def _materialised_eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,7 +296,15 @@ def as_one_operator(
     backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
     options = (
         *(*pattern, call.causal, call.window, call.scale),
-        *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm, call.key_bounds),
+        *(
+            call.cu_seqlens,
+            call.max_seqlen,
+            call.wants_gradient,
+            backend,
+            call.algorithm,
+            call.key_bounds,
+            call.softcap,
+        ),
     )
     if torch._C._are_functorch_transforms_active():
         function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
@@ -310,7 +318,7 @@ def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]
     asked: str = others[-1]
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if asked and read_call(asked).algorithm else 0
-    return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
+    return *empty_results(q, others[1]), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
@@ -363,7 +371,7 @@ def _backward_op(
     """dq, dk, dv from the results of the forward operator."""
     computation: Any = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
-    given = query, key, value, out, lse, *more
+    given: tuple[Any, ...] = (query, key, value, out, lse, *more)
     if dlse is None:
         dq, dk, dv = computation.backward(dout, *given)
     else:
@@ -474,11 +482,12 @@ def _attention_op(
     backend: str,
     algorithm: str,
     key_bounds_as_numbers: Sequence[int],
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         warn_of_packings(tuple(map(int, cu_seqlens)))
     of_pattern, of_mask = (pattern, sizes, fractions), (causal, window, scale)
-    others: Any = cu_seqlens, max_seqlen, wants_gradient, backend, algorithm, key_bounds_as_numbers
+    others: Any = cu_seqlens, max_seqlen, wants_gradient, backend, algorithm, key_bounds_as_numbers, softcap
     asked = written(*of_pattern, *of_mask, *others) if pattern else ""
     # A trace must see all results whose size it does not know.
     out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, key_bounds, number, asked)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilabench.workload.spec import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
+from dilabench.workload.spec import flops_per_pair
 
 ResultT = TypeVar("ResultT")
 
@@ -253,14 +253,17 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     """Give `torch.utils.flop_counter` the work of the operators, by the pairs of their patterns; the operators."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
+    def counted(q: Any, k: Any, indices: Any, *others: Any) -> int:
         *_bounds, number, asked = others
         of_indices = None if indices is None else torch.Size(indices)
-        return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
+        return pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
+
+    def of_forward(q: Any, k: Any, v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
+        return int(flops_per_pair("forward", q[-1], v[-1])) * counted(q, k, indices, *others)
 
     def of_backward(_dout: Any, _dlse: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
         _out, _lse, _kept, *read, number, asked = others
-        return int(BACKWARD_FACTOR * of_forward(q, k, v, None, *read, number, asked))
+        return int(flops_per_pair("backward", q[-1], v[-1])) * counted(q, k, *read, number, asked)
 
     forward, backward = torch.ops.dilabench.attention_forward, torch.ops.dilabench.attention_backward
     register_flop_formula(forward)(of_forward)
@@ -280,11 +283,11 @@ def let_flops_be_counted(pairs: Callable[..., int]) -> None:
             counted.update({op: flop_registry[op] for op in operators if op not in counted})
 
 
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out and lse of q [B, N, H, D]."""
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of q [B, N, H, D], in the width of v."""
     *lead, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
+    return q.new_empty((*lead, rows, heads, v.shape[-1])), q.new_empty((*lead, heads, rows), dtype=dtype)
 
 
 def contiguous_like(x: Tensor) -> Tensor:

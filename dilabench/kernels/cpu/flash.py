@@ -32,7 +32,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("first_at", "left", "right", "block", "heads_of_list")),
         *((name, ctypes.c_void_p) for name in ("spans", "ranges", "hidden")),
         *((name, ctypes.c_int64) for name in ("hidden_ranges", "hidden_keys")),
-        *((name, ctypes.c_float) for name in ("scale", "log_count")),
+        *((name, ctypes.c_float) for name in ("scale", "log_count", "softcap")),
         *((name, ctypes.c_int32) for name in ("threads", "onto")),
         ("room", ctypes.c_void_p),
         ("of_thread", ctypes.c_int64),
@@ -54,12 +54,15 @@ class _Lse(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
+    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times. Scores are capped as
+    softcap · tanh(s / softcap), unless that is 0.
+    """
 
     left: int
     right: int
     scale: float
     count: int = 1
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ def backward_room(head_dim: int, keys: int) -> int:
     """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
     width = whole_vectors(head_dim)
     tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
-    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES + 2 * keys * width
+    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 3 * KEYS * QUERIES + QUERIES + 2 * keys * width
 
 
 def whole_vectors(head_dim: int) -> int:
@@ -224,7 +227,7 @@ def _launch(
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
     call = _Call(
-        *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
+        *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), mask.softcap),
         *(threads, onto, room.data_ptr(), of_thread, openmp_parallel(), parts),
     )
     of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
