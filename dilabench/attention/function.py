@@ -85,17 +85,17 @@ def attention(
     """Exact attention of any pattern: out [B, M, H, Dv] of query [B, M, H, D], key [B, N, K, D], value [B, N, K, Dv].
 
     K divides H: each key/value head serves H/K query heads. Values may have another width than keys in dense attention,
-    with windows too (MLA: 192 and 128, or 576 and 512); elsewhere Dv is D. Gradients of query, key, value and sink are exact. Fewer
-    queries than keys are the last rows, for prefill in chunks and decoding: `attention(q[:, -M:], k, v, ...)` equals
-    `attention(q, k, v, ...)[:, -M:]`. More than keys are refused, unless dense without causal or window.
+    with windows too (MLA: 192 and 128, or 576 and 512); elsewhere Dv is D. Gradients of query, key, value and sink are
+    exact. Fewer queries than keys are the last rows, for prefill in chunks and decoding: `attention(q[:, -M:], k, v,
+    ...)` equals `attention(q, k, v, ...)[:, -M:]`. More than keys are refused, unless dense without causal or window.
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
         DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
         TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
-    softcap: scores s become softcap · tanh(s / softcap), after the scale and before masks (Gemma 2: 50). Dense attention
-        takes it, with windows too, and on a GPU dilated attention.
+    softcap: scores s become softcap · tanh(s / softcap), after the scale and before masks (Gemma 2: 50). Dense
+        attention takes it, with windows too, and on a GPU dilated attention.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
         restarts in each; equal bounds are empty, rows beyond the last get 0.

@@ -25,7 +25,7 @@ def _slower_than_kernels(workload: Workload) -> str | None:
 
 
 def _has_others(workload: Workload) -> str | None:
-    """Return why FlexAttention, whose backward pass repeats the forward, is not tried, or None: few kernels cap scores."""
+    """Return why FlexAttention, which repeats the forward pass in the backward, is not tried, or None."""
     return None if workload.softcap is not None else "kernels that do not compile for each shape compute it"
 
 

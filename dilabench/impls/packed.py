@@ -162,8 +162,8 @@ def _whole_stretches(workload: Workload, device: torch.device) -> list[int] | No
 
 @dataclass(frozen=True, slots=True)
 class InTiles(AttentionComputation):
-    """All sequences in one launch by dilabench's tiles, of rows that zeros make `width` numbers wide. `notes`: that they
-    replace the backend. packings: of other bounds.
+    """All sequences in one launch by dilabench's tiles, of rows that zeros fill up to `width` numbers. `notes`: that
+    they replace the backend. packings: of other bounds.
     """
 
     tiles: Fused | FusedDetached

@@ -99,8 +99,8 @@ class Workload(_Shaped):
 
     `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
-    `value_dim`: channels of values and out; None if they are as many as those of keys, `head_dim`. `softcap` c: scores s
-    become c·tanh(s/c), after the scale and before masks; None if they stay.
+    `value_dim`: channels of values and out; None if they are as many as those of keys, `head_dim`. `softcap` c: scores
+    s become c·tanh(s/c), after the scale and before masks; None if they stay.
     """
 
     pattern: AnyPattern

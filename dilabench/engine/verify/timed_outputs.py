@@ -355,7 +355,8 @@ def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
 
 
 def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
-    """A head's share of dk and dv at a key, [2, 2, D or Dv, with zeros behind the narrower]: values, and squares of the sizes of their terms (rounding.py).
+    """A head's share of dk and dv at a key, [2, 2, max(D, Dv)], zeros behind the narrower: values, and squares of the
+    sizes of their terms (rounding.py).
 
     One pass over the rows that see the key gives their lse and out; their weights at the key follow.
     """

@@ -30,10 +30,10 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """out [B, R, H, Dv] and lse [B, H, R] of the queries `rows` ([R] int64 on the CPU, ascending), all heads.
 
-    q is [B, M, H, D], k is [B, N, K, D], v [B, N, K, Dv]; query i is at position N - M + i. In float64 this is the oracle. In
-    another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it, softmax in at
-    least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions, lse holds all
-    of them, [B, attentions·H, R], and each has the sink.
+    q is [B, M, H, D], k [B, N, K, D], v [B, N, K, Dv]; query i is at position N - M + i. In float64 this is the
+    oracle. In another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it,
+    softmax in at least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions,
+    lse holds all of them, [B, attentions·H, R], and each has the sink.
     """
     outs, lses = [], []
     for attention in attentions(workload):
@@ -175,7 +175,9 @@ def softmax_rows_backward(
 
         dS[i, j] = P[i, j] · (dP[i, j] - dout[i]·out[i])
 
-    times 1 - tanh²(s / softcap) under a softcap. "detached" is LongNet's code: out = sum_b a_b O_b over branches, with a_b = exp(lse_b - lse) held constant. P_b is
+    times 1 - tanh²(s / softcap) under a softcap.
+
+    "detached" is LongNet's code: out = sum_b a_b O_b over branches, with a_b = exp(lse_b - lse) held constant. P_b is
     the softmax of branch b alone, so that a_b P_b is its share of P, and
 
         dS[i, j] = sum_b a_b P_b[i, j] · (dP[i, j] - sum_j' P_b[i, j'] dP[i, j'])
