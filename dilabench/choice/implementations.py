@@ -115,6 +115,7 @@ FUSED = Capabilities(
     layouts=BOTH_LAYOUTS,
     merge_grads=BOTH_MERGES,
     zero_keys=True,
+    softcap=True,
     max_head_dim=256,
     check=_not_for_fused,
 )

@@ -71,7 +71,7 @@ def _aligned(
     *,
     causal: bool,
     window: Window = UNBOUNDED,
-    **options: float,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`contracts.Attend` over at most as many queries as keys, the last query at the position of the last key."""
     parts = _Parts.of(q.shape[1], k.shape[1], causal, window)
@@ -98,7 +98,7 @@ def _aligned_backward(
     *,
     causal: bool,
     window: Window = UNBOUNDED,
-    **options: float,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`contracts.AttendBackward` of `_aligned`."""
     rows, keys = q.shape[1], k.shape[1]

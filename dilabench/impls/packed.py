@@ -172,15 +172,15 @@ class InTiles(AttentionComputation):
     packings: TilesOfSequences | None = field(default=None, repr=False, compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self.tiles.forward(*map(self._wider, (q, k, v)))[:2]
+        out, lse = self.tiles.forward(self._wider(q), self._wider(k), self._wider(v))[:2]
         return _narrower(out, v), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wider = map(self._wider, (dout, q, k, v, out))
-        dq, dk, dv = map(_narrower, self.tiles.backward(*wider, lse), (q, k, v))
-        return dq, dk, dv
+        own_dout, own_q, own_k, own_v, own_out = map(self._wider, (dout, q, k, v, out))
+        dq, dk, dv = self.tiles.backward(own_dout, own_q, own_k, own_v, own_out, lse)
+        return _narrower(dq, q), _narrower(dk, k), _narrower(dv, v)
 
     def _wider(self, x: Tensor) -> Tensor:
         return x if x.shape[-1] == self.width else torch.nn.functional.pad(x, (0, self.width - x.shape[-1]))

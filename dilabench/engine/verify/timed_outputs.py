@@ -378,7 +378,8 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
             if len(at):
                 counts[block.index] = block.given[:, at[0]].sum() * block.seen[:, at[0]].to(wide)
     key, value = k[row.position].to(wide), v[row.position].to(wide)
-    scores, slope = q @ key * workload.softmax_scale, 1.0
+    scores = q @ key * workload.softmax_scale
+    slope = torch.ones_like(scores)
     if workload.softcap is not None:
         scores = workload.softcap * (scores / workload.softcap).tanh()
         slope = 1 - (scores / workload.softcap).square()
