@@ -18,8 +18,10 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.call import as_constant, attend
+from dilabench.attention.sequences import attend_there
 from dilabench.contracts import Attend
 from dilabench.impls.call import AnyPattern, pattern_of
+from dilabench.impls.one_operator import outside_compilers
 from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -47,6 +49,8 @@ class AttentionOptions(CallOptions, total=False):
     max_seqlen: int | None
     cu_seqlens_k: Sequence[int] | Tensor | None
     key_lengths: Sequence[int] | Tensor | None
+    key_padding: Tensor | None
+    query_padding: Tensor | None
     backend: str | Attend
 
 
@@ -78,6 +82,8 @@ def attention(
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     key_lengths: Sequence[int] | Tensor | None = None,
+    key_padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
@@ -105,6 +111,11 @@ def attention(
         rows. Bounds on a GPU are then read, which waits for it.
     key_lengths: [B], of a cache [B, N, K, D] how many keys each item has; its queries are the last rows of these.
         Keys and values behind them are not read. A tensor on a GPU is read, which waits for it.
+    key_padding: bool [B, N], True for keys that are there. These are packed, as with cu_seqlens and at their cost: a
+        pattern starts at the first key that is there. Windows and patterns take padding at the ends of an item, none
+        between its tokens. A mask is read once for each content, which waits for a GPU and breaks a compiled graph.
+    query_padding: bool [B, M], True for rows with a query; others are 0, with lse -inf. By default all, or with
+        key_padding under a causal mask, a window or a pattern key_padding[:, -M:], the only one possible there.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, M, K, S], [M, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
         queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
@@ -136,6 +147,13 @@ def attention(
     """
     if not (pattern is None or isinstance(pattern, Pattern)):
         operands.check_pattern(pattern)
+    if key_padding is not None or query_padding is not None:
+        options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink}
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_k": cu_seqlens_k}
+        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend}
+        masks = key_padding, query_padding, DENSE if pattern is None else pattern, options
+        out, lse = outside_compilers(attend_there, attend, (query, key, value), *masks)
+        return (out, as_constant(lse, pattern)) if return_lse else out
     out, lse = attend(
         query,
         key,
