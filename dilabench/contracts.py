@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dilabench.distributed.world import World
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, N, H, D], k and v [B, N, K, D] -> out [B, N, H, D]; packed: [T, H, D].
+"""q [B, N, H, D], k [B, N, K, D], v [B, N, K, Dv] -> out [B, N, H, Dv]; packed: [T, H, Dv].
 
 Differentiable, unless the implementation says that it only does forward.
 """
@@ -54,9 +54,11 @@ class Attend(Protocol):
 
     q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. A backend that aligns ends
     also takes a causal mask or a window over M < L: query i is at the position of key i + L - M. Any outer strides,
-    last dim contiguous.
-    Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that sees no key has
-    out 0 and lse -inf.
+    last dim contiguous. Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row
+    that sees no key has out 0 and lse -inf.
+
+    A backend that says so (`Capabilities`) also takes v [B, L, K, Dv], for out [B, M, H, Dv], and a further option
+    `softcap`, a number c: scores s become c·tanh(s/c), after the scale and before masks.
     """
 
     def __call__(
@@ -68,7 +70,7 @@ class AttendBackward(Protocol):
     """Exact backward of dense attention from a *given* out and lse, which may come from a larger softmax.
 
     With the global out and lse of a union of key sets this gives this set's share of dq, dk, dv (semantics.md §1).
-    Shapes as in `Attend`; lse [B, H, M]. Returns dq, dk, dv in the shapes and dtype of q, k, v.
+    Shapes and options as in `Attend`; lse [B, H, M]. Returns dq, dk, dv in the shapes and dtype of q, k, v.
     """
 
     def __call__(

@@ -280,8 +280,9 @@ def test_operators_keep_torchs_rules() -> None:
     detached, asked = [x.detach() for x in inputs], (number, written(*options))
     torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, *asked))
     results = one_operator._forward_op(*detached, None, None, None, None, *asked)
-    given = (torch.ones_like(results[0]), *detached, *results, None, None, None, *asked)
-    torch.library.opcheck(one_operator._backward_op, given)
+    for dlse in (None, torch.ones_like(results[1])):
+        given = (torch.ones_like(results[0]), dlse, *detached, *results, None, None, None, *asked)
+        torch.library.opcheck(one_operator._backward_op, given)
 
 
 @pytest.mark.slow

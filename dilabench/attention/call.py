@@ -59,11 +59,14 @@ def attend(
     key_lengths: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     backend: str | Attend = AUTO,
+    softcap: float | None = None,
+    only_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, M, H, D] and lse [B, H, M], which carries no gradient, of query [B, M, H, D], key and value [B, N, K, D];
-    packed [T, ·, D] and [H, T].
+    """out [B, M, H, Dv] and lse [B, H, M] of query [B, M, H, D], key [B, N, K, D] and value [B, N, K, Dv]; packed
+    [T, ·, ·] and [H, T]. Both are differentiable.
 
-    Options as of `attention.attention`. Raises ValueError for what does not fit together.
+    Options as of `attention.attention`. only_out: no loss depends on lse, which may then carry no gradient. Raises
+    ValueError for what does not fit together.
     """
     tensors, packed = (query, key, value), cu_seqlens is not None
     if torch.compiler.is_compiling() or not (
@@ -110,7 +113,7 @@ def attend(
         operands.check_options({"backend": backend})
         own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
     if isinstance(given, Pattern):
-        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
+        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends, softcap)  # type: ignore[arg-type]
         if is_plain_eager_call(query, key, value) and (blocks is None or is_plain_eager_call(blocks)):
             computation = FINDER._computation_for(query, key, value, call, blocks, unread, unread_ends)
             if sink is not None:
@@ -118,22 +121,29 @@ def attend(
             elif not wants_gradient:
                 out, lse, *_ = computation.forward(query, key, value)
                 return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
-            out, lse = eager(computation, query, key, value, sink, blocks, unread)
+            out, lse = eager(computation, query, key, value, sink, blocks, unread, only_out=only_out)
             return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
     fields = fields_of(given) if isinstance(given, Pattern) else given
     if fields is None:
         # A compiler cannot trace the pattern: the graph breaks here.
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "sink": sink}
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_k": cu_seqlens_k}
-        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend}
+        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend, "softcap": softcap}
         return outside_compilers(partial(attend, **options), *tensors, pattern)
-    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
+    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends, softcap)  # type: ignore[arg-type]
     operands.refuse_types(call._asdict())
     if sink is not None:
         operands.check_sink(sink, query, given if isinstance(given, Pattern) else None)
     read = sink, blocks, unread, unread_ends
     out, lse = as_one_operator(ON_ONE_DEVICE, query, key, value, call, fields, *read)  # type: ignore[arg-type]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def as_constant(lse: Tensor, pattern: AnyPattern | None) -> Tensor:
+    """lse without its gradient if the merge of branches is detached, as operators give it to compilers."""
+    if torch.compiler.is_compiling() or not isinstance(pattern, Pattern):
+        return lse
+    return lse.detach() if pattern.is_detached else lse
 
 
 class _Finder:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dilabench.attention import operands
 from dilabench.attention.cache import KeyValueCache
-from dilabench.attention.call import attend
+from dilabench.attention.call import as_constant, attend
 from dilabench.contracts import Attend
 from dilabench.impls.call import PatternFields, pattern_of
 from dilabench.impls.multihead import ProjectedAttention
@@ -170,8 +170,9 @@ def dilated_attention(
         cu_seqlens_k=cu_seqlens_k,
         key_lengths=key_lengths,
         backend=backend,
+        only_out=not return_lse,
     )
-    return (out, lse) if return_lse else out
+    return (out, as_constant(lse, pattern)) if return_lse else out
 
 
 def _of_branches(*fields: Any) -> Pattern | PatternFields:

@@ -17,9 +17,11 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.call import attend
+from dilabench.attention.call import as_constant, attend
+from dilabench.attention.sequences import attend_there
 from dilabench.contracts import Attend
 from dilabench.impls.call import AnyPattern, pattern_of
+from dilabench.impls.one_operator import outside_compilers
 from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -34,6 +36,7 @@ class CallOptions(TypedDict, total=False):
     causal: bool
     window: Window
     scale: float | None
+    softcap: float | None
     sink: Tensor | None
     indices: Tensor | None
 
@@ -46,6 +49,8 @@ class AttentionOptions(CallOptions, total=False):
     max_seqlen: int | None
     cu_seqlens_k: Sequence[int] | Tensor | None
     key_lengths: Sequence[int] | Tensor | None
+    key_padding: Tensor | None
+    query_padding: Tensor | None
     backend: str | Attend
 
 
@@ -71,26 +76,32 @@ def attention(
     causal: bool = False,
     window: Window = UNBOUNDED,
     scale: float | None = None,
+    softcap: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     key_lengths: Sequence[int] | Tensor | None = None,
+    key_padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of any pattern: out [B, M, H, D] of query [B, M, H, D] and key, value [B, N, K, D].
+    """Exact attention of any pattern: out [B, M, H, Dv] of query [B, M, H, D], key [B, N, K, D], value [B, N, K, Dv].
 
-    K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact. Fewer
-    queries than keys are the last rows, for prefill in chunks and decoding: `attention(q[:, -M:], k, v, ...)` equals
-    `attention(q, k, v, ...)[:, -M:]`. More than keys are refused, unless dense without causal or window.
+    K divides H: each key/value head serves H/K query heads. Values may have another width than keys in dense attention,
+    with windows too (MLA: 192 and 128, or 576 and 512); elsewhere Dv is D. Gradients of query, key, value and sink are
+    exact. Fewer queries than keys are the last rows, for prefill in chunks and decoding: `attention(q[:, -M:], k, v,
+    ...)` equals `attention(q, k, v, ...)[:, -M:]`. More than keys are refused, unless dense without causal or window.
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
         DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
         TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
+    softcap: scores s become softcap · tanh(s / softcap), after the scale and before masks (Gemma 2: 50). Dense
+        attention takes it, with windows too, and on a GPU dilated attention.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
         restarts in each; equal bounds are empty, rows beyond the last get 0.
@@ -100,6 +111,11 @@ def attention(
         rows. Bounds on a GPU are then read, which waits for it.
     key_lengths: [B], of a cache [B, N, K, D] how many keys each item has; its queries are the last rows of these.
         Keys and values behind them are not read. A tensor on a GPU is read, which waits for it.
+    key_padding: bool [B, N], True for keys that are there. These are packed, as with cu_seqlens and at their cost: a
+        pattern starts at the first key that is there. Windows and patterns take padding at the ends of an item, none
+        between its tokens. A mask is read once for each content, which waits for a GPU and breaks a compiled graph.
+    query_padding: bool [B, M], True for rows with a query; others are 0, with lse -inf. By default all, or with
+        key_padding under a causal mask, a window or a pattern key_padding[:, -M:], the only one possible there.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, M, K, S], [M, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
         queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
@@ -107,7 +123,8 @@ def attention(
         those that hold a query, cut where blocks of keys are. A repeated index counts once, -1 means no
         block; other numbers without a block are refused on a CPU and ignored on a GPU.
     return_lse: also return lse [B, H, M] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
-        without a gradient. A query that attends to no key has out 0 and lse -inf.
+        differentiable. A query that attends to no key has out 0 and lse -inf. A gradient of lse costs a second backward
+        pass; with merge_grad='detached' it has none, for the weights of branches, which are made of it, are constants.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
@@ -130,6 +147,13 @@ def attention(
     """
     if not (pattern is None or isinstance(pattern, Pattern)):
         operands.check_pattern(pattern)
+    if key_padding is not None or query_padding is not None:
+        options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink}
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_k": cu_seqlens_k}
+        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend}
+        masks = key_padding, query_padding, DENSE if pattern is None else pattern, options
+        out, lse = outside_compilers(attend_there, attend, (query, key, value), *masks)
+        return (out, as_constant(lse, pattern)) if return_lse else out
     out, lse = attend(
         query,
         key,
@@ -138,6 +162,7 @@ def attention(
         causal=causal,
         window=window,
         scale=scale,
+        softcap=softcap,
         sink=sink,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
@@ -145,8 +170,9 @@ def attention(
         key_lengths=key_lengths,
         indices=indices,
         backend=backend,
+        only_out=not return_lse,
     )
-    return (out, lse) if return_lse else out
+    return (out, as_constant(lse, pattern)) if return_lse else out
 
 
 @overload

@@ -92,6 +92,8 @@ def workload_of(kinds: Sequence[Kind], call: Call) -> Workload | None:
             "num_heads": num_heads,
             "num_kv_heads": shapes[1][2],
             "head_dim": head_dim,
+            "value_dim": shapes[2][3],
+            "softcap": call.softcap,
             "dtype": str(dtypes[0]).removeprefix("torch."),
             "causal": call.causal,
             "window": call.window,
@@ -118,15 +120,18 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
 
 
 def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
-    """Refuse shapes that are not [B, M, H, D] and [B, N, K, D]."""
-    if len(query) != 4 or len(key) != 4 or key != value:
+    """Refuse shapes that are not [B, M, H, D], [B, N, K, D] and [B, N, K, Dv]."""
+    if len(query) != 4 or len(key) != 4 or key[:3] != value[:3]:
         raise ValueError(
-            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
-            "[B, N, K, D]"
+            f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} [B, N, K, D] and value {tuple(value)} equal "
+            "but for its last dim, [B, N, K, Dv]"
         )
     B, _, _, D = query
-    if not D:
-        raise ValueError(f"query {tuple(query)} has a head dim of 0; give [B, N, H, D] with at least one channel")
+    if not D or not value[3]:
+        raise ValueError(
+            f"query {tuple(query)} or value {tuple(value)} has a head dim of 0; give [B, N, H, D] with at least one "
+            "channel"
+        )
     if (key[0], key[3]) != (B, D):
         raise ValueError(
             f"key {tuple(key)} must agree with query {tuple(query)} in batch and head dim; give [B, N, K, D] and "
@@ -292,10 +297,11 @@ def check_options(options: Mapping[str, Any]) -> None:
             )
         elif name == "causal" and not isinstance(value, bool | np.bool_):
             raise ValueError(f"causal {value!r:.80} must be a bool; give True or False")
-        elif name == "scale" and isinstance(value, str):
-            raise ValueError(f"scale {value!r} is a text; give a number")
-        elif name == "scale" and isinstance(value, int | float | np.floating) and not 0 < value < inf:
-            raise ValueError(f"scale {value} should be a finite number greater than 0")
+        elif name in ("scale", "softcap") and isinstance(value, str):
+            raise ValueError(f"{name} {value!r} is a text; give a number")
+        elif name in ("scale", "softcap") and isinstance(value, int | float | np.floating) and not 0 < value < inf:
+            way_out = "; None is no cap" if name == "softcap" else ""
+            raise ValueError(f"{name} {value} should be a finite number greater than 0{way_out}")
         elif name == "backend" and not (isinstance(value, str | OwnBackend) or callable(value)):
             raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
 

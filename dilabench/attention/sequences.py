@@ -1,9 +1,12 @@
-"""Sequences of which each has its own queries and keys: packed ones with bounds of both, and the items of a cache."""
+"""Sequences of which each has its own queries and keys: packed ones with bounds of both, the items of a cache, and the
+tokens of a padded batch that are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -12,6 +15,9 @@ from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
 from dilabench.impls.call import Call
 from dilabench.impls.last_rows import Span
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.pattern import Pattern
+from dilabench.workload.spec import UNBOUNDED
 
 
 def key_bounds(
@@ -112,6 +118,111 @@ def _joined(earlier: tuple[Span, Span], later: tuple[Span, Span]) -> tuple[Span,
 
 def kinds_of(kinds: Kinds, queries: Span, keys: Span) -> Kinds:
     """The kinds of these sequences as a batch."""
-    (query, *of_query), (key, *of_keys), _ = kinds
-    shape = Size((keys.sequences, keys.length, *key[2:]))
-    return (Size((queries.sequences, queries.length, *query[2:])), *of_query), (shape, *of_keys), (shape, *of_keys)  # type: ignore[return-value]
+    moved = []
+    for (shape, *kind), span in zip(kinds, (queries, keys, keys), strict=True):
+        moved.append((Size((span.sequences, span.length, *shape[2:])), *kind))
+    return tuple(moved)  # type: ignore[return-value]
+
+
+class TokensThere(NamedTuple):
+    """Which tokens of a batch [B, N] are no padding.
+
+    places: int64 [T], among all B·N. bounds: of each item among them. has_holes: padding is between tokens of an item.
+    """
+
+    places: Tensor
+    bounds: tuple[int, ...]
+    has_holes: bool
+
+    @classmethod
+    def of(cls, padding: Tensor) -> TokensThere:
+        """Of bool [B, N], True for a token that is there; read from its device once for each content."""
+        return _there.get(padding, (), lambda: cls._of(padding))
+
+    @classmethod
+    def _of(cls, padding: Tensor) -> TokensThere:
+        places = padding.flatten().nonzero()[:, 0]
+        bounds = (0, *padding.sum(1).cumsum(0).tolist())
+        runs = int(torch.nn.functional.pad(padding.to(torch.int8), (1, 0)).diff(dim=1).eq(1).sum())
+        return cls(places, bounds, runs > sum(stop > start for start, stop in pairwise(bounds)))
+
+    def taken(self, x: Tensor) -> Tensor:
+        """[T, ...] of x [B, N, ...]; x itself as tokens if all are there."""
+        tokens = x.flatten(0, 1)
+        return tokens if len(self.places) == len(tokens) else tokens.index_select(0, self.places)
+
+    def put(self, x: Tensor, rows: int, behind: float) -> Tensor:
+        """[B, rows, ...] of x [T, ...], `behind` for padding."""
+        batch = len(self.bounds) - 1
+        if len(self.places) == batch * rows:
+            return x.unflatten(0, (batch, rows))
+        whole = x.new_full((batch * rows, *x.shape[1:]), behind)
+        return whole.index_copy(0, self.places, x).unflatten(0, (batch, rows))
+
+
+_there = operands.OfTensors[TokensThere]()
+
+
+def attend_there(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    key_padding: Tensor | None,
+    query_padding: Tensor | None,
+    pattern: Pattern,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """out [B, M, H, Dv] and lse [B, H, M] of `attend` over the tokens that are there, packed; 0 and -inf for rows
+    without a query.
+
+    Under a causal mask, a window or a pattern the queries are the last rows of the keys, and both have one padding.
+    Raises ValueError for paddings that do not fit.
+    """
+    query, key, value = tensors
+    operands.check_are_tensors(query=query, key=key, value=value)
+    operands.check_operands(query.shape, key.shape, value.shape)
+    for other in ("cu_seqlens", "max_seqlen", "cu_seqlens_k", "key_lengths", "indices"):
+        if options.get(other) is not None:
+            raise ValueError(f"{other} with key_padding or query_padding: one says which tokens there are; give one")
+    batch, rows, keys = *query.shape[:2], key.shape[1]
+    has_distances = tuple(options["window"]) != UNBOUNDED or pattern != DENSE
+    has_places = has_distances or bool(options["causal"])
+    for name, padding, length in (("key_padding", key_padding, keys), ("query_padding", query_padding, rows)):
+        if padding is not None:
+            _check_padding(name, padding, (batch, length), query.device)
+    if has_places:
+        operands.check_rows(rows, keys, Call(DENSE, causal=True))
+        if key_padding is None or query_padding is None:
+            if key_padding is None and rows < keys:
+                raise ValueError(f"query_padding [B, {rows}] of fewer queries than {keys} keys needs key_padding, too")
+            key_padding = query_padding if key_padding is None else key_padding
+            assert key_padding is not None, "one of them is given"
+            query_padding = key_padding if rows == keys else key_padding[:, keys - rows :]
+        elif not torch.equal(query_padding, key_padding[:, keys - rows :]):
+            raise ValueError(
+                "query_padding differs from key_padding at the queries' places, which causal masks, windows and "
+                "patterns count; leave query_padding out"
+            )
+    everything = key.new_ones((), dtype=torch.bool)
+    of_keys = TokensThere.of(everything.expand(batch, keys) if key_padding is None else key_padding)
+    if has_distances and of_keys.has_holes:
+        raise ValueError(
+            "key_padding has padding between tokens that are there, which counts as distance in windows and patterns; "
+            "give padding at the ends only, or pack the tokens with cu_seqlens"
+        )
+    of_queries = of_keys
+    if not (has_places and rows == keys):
+        of_queries = TokensThere.of(everything.expand(batch, rows) if query_padding is None else query_padding)
+    packed = (of_queries.taken(query), of_keys.taken(key), of_keys.taken(value))
+    bounds: dict[str, Any] = {"cu_seqlens": of_queries.bounds}
+    if of_queries is not of_keys:
+        bounds["cu_seqlens_k"] = of_keys.bounds
+    out, lse = attend(*packed, pattern, **options | bounds)
+    return of_queries.put(out, rows, 0.0), of_queries.put(lse.T, rows, -torch.inf).transpose(1, 2)
+
+
+def _check_padding(name: str, padding: Any, shape: tuple[int, int], device: torch.device) -> None:
+    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or tuple(padding.shape) != shape:
+        kind = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
+        raise ValueError(f"{name} is {kind} and must be a bool tensor {[*shape]}, True for tokens that are there")
+    if padding.device != device:
+        raise ValueError(f"{name} is on {padding.device} and query on {device}; move one of them")

@@ -30,13 +30,14 @@ class Sequences(NamedTuple):
 
 class Call(NamedTuple):
     """The arguments of a kernel besides its tensors. `sequences`: of tokens [T, H, D]; None for a batch [B, M, H, D].
-    `place`: the tensor for out, or dq, of a kernel that places results; None for a new tensor.
+    `place`: the tensor for out, or dq, of a kernel that places results; None for a new tensor. `softcap`: 0 for none.
     """
 
     band: Band
     scale: float
     sequences: Sequences | None = None
     place: Tensor | None = None
+    softcap: float = 0.0
 
     def varlen(self) -> dict[str, Tensor | int]:
         """The sequences as arguments of FlashAttention's functions; empty for a batch."""
@@ -56,6 +57,8 @@ class Plain:
     """The plain case of a kernel.
 
     head_dim_multiple: other head dims are padded with zeros, which changes neither scores nor out (the scale is given).
+    value_dim: it takes values of another width than keys; otherwise the narrower ones are padded.
+    softcap: it caps scores.
     grouped_heads: it reads fewer K/V heads than query heads; otherwise they are repeated, and dk, dv summed in float32.
     max_batch: rows of the batch per launch; a CUDA grid's second and third axes end at 65535.
     alignment_bytes: required multiple of addresses and outer strides; a tensor that violates it is copied.
@@ -66,6 +69,8 @@ class Plain:
     """
 
     head_dim_multiple: int = 1
+    value_dim: bool = False
+    softcap: bool = False
     grouped_heads: bool = True
     max_batch: int | None = None
     alignment_bytes: int = 1
@@ -105,16 +110,17 @@ def adapted(
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        softcap: float = 0.0,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        call, is_plain, _ = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        call, is_plain, _ = _call(plain, causal, window, scale, softcap, q.shape, k.shape, v.shape[-1], q.itemsize)
         if is_plain and out is None and _are_plain(plain, plain.forward_span, q, k, v):
             return forward(q, k, v, call)
         if q.numel() == 0 or k.shape[1] == 0:
-            nothing, lse = _nothing_seen(q)
+            nothing, lse = _nothing_seen(q, v)
             return _put(nothing, out), lse
         batch = _batch(plain, plain.forward_span, q, k, v)
-        if _placeable(out, batch, plain):
+        if _placeable(out, batch, plain, q):
             call = call._replace(place=out)
         result, lse = _split(partial(_run, forward, plain, call), batch, q, k, v)
         return _put(result, out), lse
@@ -130,23 +136,24 @@ def adapted(
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        softcap: float = 0.0,
         dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call, _, is_plain = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        call, _, is_plain = _call(plain, causal, window, scale, softcap, q.shape, k.shape, v.shape[-1], q.itemsize)
         if is_plain and dq is None and _are_plain(plain, plain.backward_span, q, k, v, dout, out):
             return backward(dout, q, k, v, out, lse.contiguous(), call)
         if q.numel() == 0 or k.shape[1] == 0:
             return _put(torch.zeros_like(q), dq), torch.zeros_like(k), torch.zeros_like(v)
         batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
-        if _placeable(dq, batch, plain):
+        if _placeable(dq, batch, plain, v):
             call = call._replace(place=dq)
         result, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
         return _put(result, dq), dk, dv
 
     def differentiable(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float, softcap: float = 0.0
     ) -> tuple[Tensor, Tensor] | None:
-        call, *are_plain = _call(plain, causal, window, scale, q.shape, k.shape, q.itemsize)
+        call, *are_plain = _call(plain, causal, window, scale, softcap, q.shape, k.shape, v.shape[-1], q.itemsize)
         if not (all(are_plain) and q.is_contiguous() and _are_plain(plain, plain.backward_span, q, k, v)):
             return None
         out, lse = forward(q, k, v, call)
@@ -177,10 +184,11 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         _batch(plain, plain.forward_span, *(x[None] for x in (q, k, v)))
         sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
-        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences)
+        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences, None, _checked(plain, softcap))
         return _run(forward, plain, call, q, k, v)
 
     def attend_backward(
@@ -198,10 +206,11 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
         causal: bool,
         window: Window = UNBOUNDED,
         scale: float,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _batch(plain, plain.backward_span, *(x[None] for x in (dout, q, k, v, out)))
         sequences = _sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
-        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences)
+        call = Call(_packed_band(causal, window, sequences, plain), scale, sequences, None, _checked(plain, softcap))
         return _run_backward(backward, plain, call, dout, q, k, v, out, lse)
 
     return PackedKernel(attend, attend_backward, aligns_ends=plain.aligns_ends)
@@ -209,10 +218,11 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
 
 def _run(forward: KernelForward, plain: Plain, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of tensors in any form, on their device: not all packages set it."""
-    q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
+    width = _width(plain, q, v)
+    q_in, k_in, v_in = (_readable(x, plain, width) for x in (q, k, v))
     with torch.cuda.device_of(q):
         out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), call)
-    return _cut(out, q), lse
+    return _cut(out, v), lse
 
 
 def _run_backward(
@@ -227,7 +237,8 @@ def _run_backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of tensors in any form, on their device."""
-    dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
+    width = _width(plain, q, v)
+    dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain, width) for x in (dout, q, k, v, out))
     k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
     with torch.cuda.device_of(q):
         dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), call)
@@ -254,13 +265,26 @@ def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plai
     return band
 
 
+def _width(plain: Plain, q: Tensor, v: Tensor) -> int:
+    """Channels that keys and values have at least in a kernel that takes one width."""
+    return 0 if plain.value_dim else max(q.shape[-1], v.shape[-1])
+
+
 @lru_cache(maxsize=256)
 def _call(
-    plain: Plain, causal: bool, window: Window, scale: float, query: torch.Size, key: torch.Size, itemsize: int
+    plain: Plain,
+    causal: bool,
+    window: Window,
+    scale: float,
+    softcap: float,
+    query: torch.Size,
+    key: torch.Size,
+    value_dim: int,
+    itemsize: int,
 ) -> tuple[Call, bool, bool]:
     """The call of these shapes, made once, and whether contiguous tensors of them are plain forward and backward.
 
-    Raises ValueError for a mask that the kernel does not align.
+    Raises ValueError for a mask that the kernel does not align, and for a softcap that it does not compute.
     """
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = query, key
     band = Band.of(causal, window, queries, keys)
@@ -277,11 +301,19 @@ def _call(
         and (plain.grouped_heads or heads == kv_heads)
         and not dim % plain.head_dim_multiple
         and not dim * itemsize % plain.alignment_bytes
+        # Rare, and copied only if it must be.
+        and value_dim == dim
     )
     forward, backward = (
         is_plain and (span is None or max(numbers) <= span) for span in (plain.forward_span, plain.backward_span)
     )
-    return Call(band, scale), forward, backward
+    return Call(band, scale, softcap=_checked(plain, softcap)), forward, backward
+
+
+def _checked(plain: Plain, softcap: float) -> float:
+    if softcap and not plain.softcap:
+        raise ValueError(f"softcap {softcap} is not computed by this kernel; use another backend, such as math")
+    return softcap
 
 
 def _are_plain(plain: Plain, span: int | None, *tensors: Tensor) -> bool:
@@ -303,11 +335,12 @@ def _are_plain(plain: Plain, span: int | None, *tensors: Tensor) -> bool:
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 
 
-def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:
-    """Return True if one launch can write its result there."""
+def _placeable(place: Tensor | None, batch: int, plain: Plain, other: Tensor) -> bool:
+    """Return True if one launch can write its result there. other: q for out, and v for dq."""
     return (
         place is not None
         and plain.places_results
+        and place.shape[-1] == other.shape[-1]
         and place.shape[0] <= batch
         and place.shape[-1] % plain.head_dim_multiple == 0
         and _aligned(place, plain.alignment_bytes)
@@ -321,16 +354,17 @@ def _put(result: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(result)
 
 
-def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing_seen(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out 0 and lse -inf, if there is no query or no visible key."""
     B, M, H, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.zeros_like(q), q.new_full((B, H, M), float("-inf"), dtype=lse_dtype)
+    return q.new_zeros((B, M, H, v.shape[-1])), q.new_full((B, H, M), float("-inf"), dtype=lse_dtype)
 
 
-def _readable(x: Tensor, plain: Plain) -> Tensor:
-    """Return x if the kernel can read it, else a contiguous copy, padded to the required head dim."""
-    missing = -x.shape[-1] % plain.head_dim_multiple
+def _readable(x: Tensor, plain: Plain, width: int) -> Tensor:
+    """Return x if the kernel can read it, else a contiguous copy, padded to `width` and to the required head dim."""
+    missing = max(width, x.shape[-1]) - x.shape[-1]
+    missing += -(x.shape[-1] + missing) % plain.head_dim_multiple
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
     return x if _aligned(x, plain.alignment_bytes) else x.clone(memory_format=torch.contiguous_format)

@@ -43,10 +43,11 @@ def _options(call: Call) -> dict[str, Any]:
         "causal": call.band.causal,
         "window_size_left": call.band.left,
         "window_size_right": call.band.right,
-        "softcap": 0.0,
+        "softcap": call.softcap,
         "alibi_slopes": None,
     }
 
 
-attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
-packed = adapted_packed(_forward, _backward, replace(CUDA_KERNEL, aligns_ends=True))
+PLAIN = replace(CUDA_KERNEL, softcap=True)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_forward, _backward, replace(PLAIN, aligns_ends=True))

@@ -39,8 +39,10 @@ def _options(call: Call) -> dict[str, Any]:
         "softmax_scale": call.scale,
         "window_size_left": call.band.left,
         "window_size_right": call.band.right,
+        "softcap": call.softcap,
     }
 
 
-attend, attend_backward = adapted(_forward, _backward, CUDA_KERNEL)
-packed = adapted_packed(_forward, _backward, replace(CUDA_KERNEL, aligns_ends=True))
+PLAIN = replace(CUDA_KERNEL, softcap=True)
+attend, attend_backward = adapted(_forward, _backward, PLAIN)
+packed = adapted_packed(_forward, _backward, replace(PLAIN, aligns_ends=True))

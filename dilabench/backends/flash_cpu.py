@@ -16,7 +16,7 @@ from dilabench.workload.spec import UNBOUNDED, Window
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    mask = Mask(call.band.left, call.band.right, call.scale)
+    mask = Mask(call.band.left, call.band.right, call.scale, softcap=call.softcap)
     out, lse = flash.attend(
         q, k, v, mask, call.place if call.place is not None and call.place.dtype == torch.float32 else None
     )
@@ -26,13 +26,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask, place = Mask(call.band.left, call.band.right, call.scale), call.place
+    mask, place = Mask(call.band.left, call.band.right, call.scale, softcap=call.softcap), call.place
     place = place if place is not None and place.dtype == torch.float32 else None
     dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, place)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-attend, attend_backward = adapted(_forward, _backward, Plain(aligns_ends=True, places_results=True))
+attend, attend_backward = adapted(_forward, _backward, Plain(softcap=True, aligns_ends=True, places_results=True))
 
 
 def _merge(

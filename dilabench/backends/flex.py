@@ -38,17 +38,32 @@ BLOCK = 128
 NOT_DECODING: flex.FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float) -> tuple[Tensor, Any]:
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float, score: Callable[..., Tensor] | None
+) -> tuple[Tensor, Any]:
     return flex.flex_attention(
         q,
         k,
         v,
+        score_mod=score,
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=NOT_DECODING,
         return_aux=flex.AuxRequest(lse=True),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def capped_score(softcap: float) -> Callable[..., Tensor] | None:
+    """The score function of softcap · tanh(s / softcap), one for each number; None without a cap."""
+    if not softcap:
+        return None
+
+    def score(s: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+        return softcap * torch.tanh(s / softcap)
+
+    return score
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,17 +91,18 @@ def _block_mask(band: Band, length: int, device: torch.device) -> flex.BlockMask
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     mask = None if call.band.full else _block_mask(call.band, q.shape[1], q.device)
-    return _run(q, k, v, mask, call.scale, call.band)
+    return _run(q, k, v, mask, call, call.band)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float, kind: object
+    q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, call: Call, kind: object
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M]; calls over masks of one kind share a compiled function."""
     if mask is not None:
         record(mask.as_tuple())
-    run = _compiled(q.shape, k.shape, q.dtype, q.device, kind, q.requires_grad)
-    out, extra = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
+    run = _compiled(q.shape, k.shape, v.shape, q.dtype, q.device, kind, call.softcap, q.requires_grad)
+    heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, extra = run(*heads_first, mask, call.scale, capped_score(call.softcap))
     return out.transpose(1, 2), extra.lse
 
 
@@ -118,7 +134,7 @@ def _differentiated(
 
 def _packed_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     mask = _mask_of_sequences(call, q, k)
-    out, lse = _run(q[None], k[None], v[None], mask, call.scale, "packed")
+    out, lse = _run(q[None], k[None], v[None], mask, call, "packed")
     return out[0], lse[0]
 
 
@@ -128,7 +144,7 @@ def _packed_backward(
     mask = _mask_of_sequences(call, q, k)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _run(q, k, v, mask, call.scale, "packed")
+        return _run(q, k, v, mask, call, "packed")
 
     dq, dk, dv = _differentiated(forward, *(x[None] for x in (dout, q, k, v, out, lse)))
     return dq[0], dk[0], dv[0]
@@ -197,6 +213,6 @@ def _lists(tiles: TileReach, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return some_count, some, whole_count, wholes
 
 
-PLAIN = replace(CUDA_KERNEL, head_dim_multiple=16)
+PLAIN = replace(CUDA_KERNEL, head_dim_multiple=16, value_dim=True, softcap=True)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
 packed = adapted_packed(_packed_forward, _packed_backward, replace(PLAIN, aligns_ends=True))

@@ -27,6 +27,7 @@ def attend(
     causal: bool,
     window: Window = UNBOUNDED,
     scale: float,
+    softcap: float = 0.0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`contracts.Attend`. Supports M != L with any mask: the last query is at the position of the last key."""
@@ -34,13 +35,15 @@ def attend(
     ahead = k.shape[1] - M
     compute = compute_dtype(q.dtype)
     band = Band.of(causal, window, M, k.shape[1])
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = q.new_empty((B, M, H, v.shape[-1])) if out is None else out
     lse = torch.empty(B, H, M, dtype=compute, device=q.device)
     for b0, b1, rows in _blocks(q, k, compute):
         keys, values = _by_head(k[b0:b1], compute), _by_head(v[b0:b1], compute)
         for start, stop in rows:
             first, end = band.keys_of(start + ahead, stop + ahead, k.shape[1])
             scores = _scores(q[b0:b1, start:stop], keys[:, :, first:end], scale)
+            if softcap:
+                scores.div_(softcap).tanh_().mul_(softcap)
             _hide(scores, band, start + ahead, stop + ahead, first, end)
             row_lse = scores.logsumexp(-1)
             probabilities = _exp_minus(scores, row_lse)
@@ -60,6 +63,7 @@ def attend_backward(
     causal: bool,
     window: Window = UNBOUNDED,
     scale: float,
+    softcap: float = 0.0,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`contracts.AttendBackward`, with dk and dv summed in float32 (float64 for float64)."""
@@ -79,12 +83,19 @@ def attend_backward(
             douts = _by_group(dout[block], num_kv_heads).to(compute)
             delta = (douts * _by_group(out[block], num_kv_heads).to(compute)).sum(-1)
             scores = _scores(q[block], keys[:, :, first:end], scale)
+            slopes = None
+            if softcap:
+                # The derivative of softcap · tanh(s / softcap) is 1 - tanh(s / softcap)².
+                slopes = scores.div_(softcap).tanh_().square().neg_().add_(1.0)
+                scores.mul_(softcap)
             _hide(scores, band, start + ahead, stop + ahead, first, end)
             row_lse = lse[b0:b1, :, start:stop].to(compute).unflatten(1, (num_kv_heads, -1))
             probabilities = _exp_minus(scores, row_lse)
             dvalues[:, :, first:end] += _columns_times(probabilities, douts)
             dprobabilities = _rows_times(douts, values[:, :, first:end].transpose(-1, -2))
             dscores = probabilities.mul_(dprobabilities.sub_(delta.unsqueeze(-1))).mul_(scale)
+            if slopes is not None:
+                dscores.mul_(slopes)
             dkeys[:, :, first:end] += _columns_times(dscores, queries)
             dq[block] = _by_token(_rows_times(dscores, keys[:, :, first:end])).to(q.dtype)
         dk[b0:b1] = dkeys.transpose(1, 2).to(k.dtype)

@@ -24,6 +24,11 @@ def _slower_than_kernels(workload: Workload) -> str | None:
     return None if workload.dtype == "float64" else f"plain products in {workload.dtype} are slower than any kernel"
 
 
+def _has_others(workload: Workload) -> str | None:
+    """Return why FlexAttention, which repeats the forward pass in the backward, is not tried, or None."""
+    return None if workload.softcap is not None else "kernels that do not compile for each shape compute it"
+
+
 def _better_by_tiles(workload: Workload) -> str | None:
     """Return why bfloat16 is not multiplied in float32 if the processor has tile registers for it, or None.
 
@@ -35,11 +40,12 @@ def _better_by_tiles(workload: Workload) -> str | None:
     return "torch's kernel multiplies it in tile registers" if forward and multiplies_bfloat16_tiles() else None
 
 
-ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS)
+ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS, value_dim=True, softcap=True)
 WHEREVER = replace(ON_ANY_DEVICE, max_world_size=None, last_rows=True)
 
-# FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
-FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)
+# FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside, and values as wide as keys.
+FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256, value_dim=True)
+CAPPED_ON_CUDA = replace(FLASH_ON_CUDA, softcap=True)
 
 BACKENDS = (
     Backend(
@@ -60,7 +66,7 @@ BACKENDS = (
         "dilabench.backends.sdpa.flash:attend",
         "dilabench.backends.sdpa.flash:attend_backward",
         packed_target="dilabench.backends.sdpa.flash_cuda:packed",
-        supports=Capabilities(patterns=DENSE, on_cuda=FLASH_ON_CUDA),
+        supports=Capabilities(patterns=DENSE, value_dim=True, on_cuda=FLASH_ON_CUDA),
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
         priority={"cpu": 20, "sm80": 30, "sm90": 30},
@@ -80,7 +86,7 @@ BACKENDS = (
         "dilabench.backends.flash_cpu:attend",
         "dilabench.backends.flash_cpu:attend_backward",
         merging_target="dilabench.backends.flash_cpu:merging",
-        supports=Capabilities(patterns=DENSE, devices=CPU, dtypes=HALF | {"float32"}),
+        supports=Capabilities(patterns=DENSE, devices=CPU, dtypes=HALF | {"float32"}, value_dim=True, softcap=True),
         requires=("cpu", "c++"),
         aligns_ends=True,
         places_results=True,
@@ -93,7 +99,9 @@ BACKENDS = (
         "dilabench.backends.sdpa.efficient:attend",
         "dilabench.backends.sdpa.efficient:attend_backward",
         packed_target="dilabench.backends.sdpa.efficient:packed",
-        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, check=_window_looks_ahead),
+        supports=Capabilities(
+            patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, value_dim=True, check=_window_looks_ahead
+        ),
         requires=("cuda>=sm70",),
         kernels=(r"fmha_cutlass[FB]",),
         priority={"older": 20, "sm80": 20, "sm90": 20},
@@ -103,7 +111,9 @@ BACKENDS = (
         "cuDNN's fused attention through torch",
         "dilabench.backends.sdpa.cudnn:attend",
         "dilabench.backends.sdpa.cudnn:attend_backward",
-        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128),
+        supports=Capabilities(
+            patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128, value_dim=True
+        ),
         requires=("cuda>=sm80",),
         kernels=(r"cudnn.*(sdpa|flash)",),
         priority={"sm90": 50},
@@ -114,7 +124,7 @@ BACKENDS = (
         "dilabench.backends.flash2:attend",
         "dilabench.backends.flash2:attend_backward",
         packed_target="dilabench.backends.flash2:packed",
-        supports=FLASH_ON_CUDA,
+        supports=CAPPED_ON_CUDA,
         requires=("cuda>=sm80", "flash-attn>=2.7"),
         kernels=(r"flash_(fwd|bwd)_",),
         priority={"sm80": 40, "sm90": 40},
@@ -128,7 +138,7 @@ BACKENDS = (
         "dilabench.backends.flash3:attend",
         "dilabench.backends.flash3:attend_backward",
         packed_target="dilabench.backends.flash3:packed",
-        supports=FLASH_ON_CUDA,
+        supports=CAPPED_ON_CUDA,
         requires=("cuda>=sm90", "flash_attn_interface"),
         kernels=(r"FlashAttn(Fwd|Bwd)Sm",),
         priority={"sm90": 60},
@@ -141,7 +151,7 @@ BACKENDS = (
         "dilabench.backends.flash4:attend",
         "dilabench.backends.flash4:attend_backward",
         packed_target="dilabench.backends.flash4:packed",
-        supports=FLASH_ON_CUDA,
+        supports=CAPPED_ON_CUDA,
         requires=("cuda>=sm90", *FLASH_4),
         kernels=(r"flash_attn.?cute",),
         compiles=True,
@@ -170,10 +180,19 @@ BACKENDS = (
         "dilabench.backends.flex:attend",
         "dilabench.backends.flex:attend_backward",
         packed_target="dilabench.backends.flex:packed",
-        supports=Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF | {"float32"}, max_head_dim=256),
+        supports=Capabilities(
+            patterns=DENSE,
+            devices=CUDA,
+            dtypes=HALF | {"float32"},
+            max_head_dim=256,
+            value_dim=True,
+            softcap=True,
+        ),
         requires=("cuda>=sm80", "triton"),
         kernels=(r"flex_attention",),
         compiles=True,
+        priority={"sm80": 5, "sm90": 5},
+        tried_for=replace(WHEREVER, check=_has_others),
         library=True,
     ),
 )

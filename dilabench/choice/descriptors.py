@@ -111,6 +111,10 @@ class Capabilities:
     """Whether it computes attended zero keys."""
     last_rows: bool = False
     """Whether it takes fewer queries than keys, the last rows of the square."""
+    value_dim: bool = False
+    """Whether it takes values of another width than keys."""
+    softcap: bool = False
+    """Whether it caps scores."""
     sums: bool = False
     """Whether it computes sums of several attentions, each with its own softmax."""
     head_dim_multiple: Count = 1
@@ -164,10 +168,16 @@ class Capabilities:
             yield f"query_len {workload.query_len} below seq_len {workload.seq_len} is not supported"
         if not self.gqa and workload.num_kv_heads != workload.num_heads:
             yield f"num_kv_heads {workload.num_kv_heads} below num_heads {workload.num_heads} is not supported"
+        if workload.value_dim is not None and not self.value_dim:
+            yield f"value_dim {workload.value_dim} beside head_dim {workload.head_dim} is not supported"
+        if workload.softcap is not None and not self.softcap:
+            yield f"softcap {workload.softcap:g} is not supported"
         if workload.head_dim % self.head_dim_multiple:
             yield f"head_dim {workload.head_dim} is not a multiple of {self.head_dim_multiple}"
         if self.max_head_dim is not None and workload.head_dim > self.max_head_dim:
             yield f"head_dim {workload.head_dim} is above {self.max_head_dim}"
+        elif self.max_head_dim is not None and workload.value_width > self.max_head_dim:
+            yield f"value_dim {workload.value_dim} is above {self.max_head_dim}"
         if self.max_world_size is not None and world_size > self.max_world_size:
             yield f"runs on {self.max_world_size} device, not on {world_size}"
         if self.parts_apart and world_size > 1 and (reason := why_not_apart(workload, world_size)):

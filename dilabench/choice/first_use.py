@@ -120,9 +120,9 @@ def _store_of_ranks(device: torch.device) -> Store | None:
 def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
     """Run every implementation on random numbers, compiling if necessary; None if fewer than two run."""
     generator = torch.Generator(device).manual_seed(0)
-    of_queries, of_keys = workload.num_heads, workload.num_kv_heads
-    heads = of_queries, of_queries, of_keys, of_keys
-    shapes = [(workload.batch_size, workload.seq_len, num_heads, workload.head_dim) for num_heads in heads]
+    queries, keys, dims = workload.num_heads, workload.num_kv_heads, (workload.head_dim, workload.value_width)
+    heads = (queries, dims[0]), (queries, dims[1]), (keys, dims[0]), (keys, dims[1])
+    shapes = [(workload.batch_size, workload.seq_len, *of_head) for of_head in heads]
     dtype = getattr(torch, workload.dtype)
     q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
     costs: list[tuple[Cost, Way]] = []

@@ -115,6 +115,7 @@ FUSED = Capabilities(
     layouts=BOTH_LAYOUTS,
     merge_grads=BOTH_MERGES,
     zero_keys=True,
+    softcap=True,
     max_head_dim=256,
     check=_not_for_fused,
 )
@@ -124,6 +125,8 @@ FLEX_ON_CUDA = Capabilities(
     devices=CUDA,
     dtypes=HALF | {"float32"},
     layouts=BOTH_LAYOUTS,
+    value_dim=True,
+    softcap=True,
     head_dim_multiple=16,
     max_head_dim=256,
     check=_too_long_to_count,
@@ -166,7 +169,9 @@ IMPLEMENTATIONS = (
         "dense",
         "full attention through one backend: what a user has without dilation",
         "dilabench.impls.dense:build",
-        supports=Capabilities(patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS, last_rows=True),
+        supports=Capabilities(
+            patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS, last_rows=True, value_dim=True, softcap=True
+        ),
         aliases=("standard",),
         uses_backend=True,
         priority=10,

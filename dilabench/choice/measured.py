@@ -166,7 +166,8 @@ def alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:
 
 def _kind(workload: Workload) -> tuple[object, ...]:
     forward_only = workload.mode == "forward"
-    return workload.pattern.kind, workload.causal, forward_only, workload.head_dim, workload.dtype
+    dims = workload.head_dim, workload.value_dim, workload.softcap is None
+    return workload.pattern.kind, workload.causal, forward_only, dims, workload.dtype
 
 
 def _distance(a: Workload, b: Workload) -> float:

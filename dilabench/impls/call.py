@@ -77,7 +77,8 @@ class Call(NamedTuple):
     cu_seqlens: bounds of packed sequences as numbers, empty for a batch or if they are in a tensor. max_seqlen: 0, or a
     bound of their lengths if they stay in a tensor. wants_gradient: whether a backward pass may follow. algorithm: over
     ranks, by name; '' on one device. key_bounds: of packed sequences the bounds of their keys, of a batch the number of
-    keys of each item; empty if keys have the bounds of queries, all are there, or the numbers are in a tensor.
+    keys of each item; empty if keys have the bounds of queries, all are there, or the numbers are in a tensor. softcap:
+    scores s become softcap · tanh(s / softcap).
     """
 
     pattern: Pattern
@@ -90,6 +91,7 @@ class Call(NamedTuple):
     backend: str | OwnBackend = AUTO
     algorithm: str = ""
     key_bounds: tuple[int, ...] = ()
+    softcap: float | None = None
 
     @property
     def of_one_sequence(self) -> Self:
@@ -211,6 +213,7 @@ def written(
     backend: str,
     algorithm: str,
     key_bounds: Sequence[int],
+    softcap: float | None,
 ) -> str:
     """A call as a text that means the same in every process, for the compiler keeps what it compiles on disk.
 
@@ -220,7 +223,8 @@ def written(
     of_sizes, sides, *bounds = (tuple(map(int, numbers)) for numbers in (sizes, window, cu_seqlens, key_bounds))
     factor = None if scale is None else float(scale)
     of_pattern = pattern, of_sizes, tuple(map(float, fractions))
-    options = causal, sides, factor, bounds[0], int(max_seqlen), wants_gradient, backend, algorithm, bounds[1]
+    cap = None if softcap is None else float(softcap)
+    options = causal, sides, factor, bounds[0], int(max_seqlen), wants_gradient, backend, algorithm, bounds[1], cap
     return repr((of_pattern, *options))
 
 

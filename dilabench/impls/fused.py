@@ -20,7 +20,7 @@ from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing
 from dilabench.kernels.fused.partials import Partials
-from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
+from dilabench.kernels.fused.residue_plan import ResiduePlan, capped_plan, document_plan, residue_plan
 from dilabench.kernels.fused.zero_keys import ZeroKeysOfDocuments
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.streams import record
@@ -40,7 +40,9 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     detached = _is_detached(workload, pattern)
     about, options = _of_heads(workload, pattern)
     branches = pattern.segment_lengths, pattern.dilation_rates
-    plan = residue_plan(*branches, workload.seq_len, *about, separate=detached, **options)
+    plan = capped_plan(
+        residue_plan(*branches, workload.seq_len, *about, separate=detached, **options), workload.softcap
+    )
     zero_keys = log_zero_keys(workload, context.device, apart=detached) if pattern.has_zero_keys else None
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
@@ -78,6 +80,7 @@ class Packings:
         self._detached = _is_detached(workload, self._pattern)
         self._about, self._options = _of_heads(workload, self._pattern)
         self._scale, self._tiles = workload.softmax_scale, read_tiles(context.tiles)
+        self._softcap = workload.softcap
         self._zero_keys: ZeroKeysOfDocuments | None = None
         if self._pattern.has_zero_keys and not workload.causal:
             residues = self._pattern.residues(workload.num_heads, workload.num_kv_heads)
@@ -89,6 +92,8 @@ class Packings:
         branches = self._pattern.segment_lengths, self._pattern.dilation_rates
         packing = Packing(bounds, tokens, longest)
         plan = document_plan(*branches, packing, *self._about, separate=self._detached, **self._options)
+        if self._softcap is not None:
+            plan = capped_plan(plan, self._softcap)
         if self._detached:
             return FusedDetached(plan, self._scale, (), self._tiles, packing, self)
         return Fused(plan, self._scale, None, self._tiles, packing, self)

@@ -64,20 +64,25 @@ def aligned(backend: LoadedBackend) -> LoadedBackend:
 
 
 def _aligned(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: Window = UNBOUNDED,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`contracts.Attend` over at most as many queries as keys, the last query at the position of the last key."""
     parts = _Parts.of(q.shape[1], k.shape[1], causal, window)
     k, v = k[:, parts.unseen :], v[:, parts.unseen :]
     if parts.before < 0:
-        out, lse = attend(_with_rows_before(q, k.shape[1]), k, v, **parts.mask, scale=scale)
+        out, lse = attend(_with_rows_before(q, k.shape[1]), k, v, **parts.mask, **options)
         return out[:, -q.shape[1] :], lse[..., -q.shape[1] :]
     if not parts.before:
-        return attend(q, k, v, **parts.mask, scale=scale)
-    out, lse = (
-        x.contiguous() for x in attend(q, k[:, : parts.before], v[:, : parts.before], causal=False, scale=scale)
-    )
-    square = attend(q, k[:, parts.before :], v[:, parts.before :], **parts.mask, scale=scale)
+        return attend(q, k, v, **parts.mask, **options)
+    out, lse = (x.contiguous() for x in attend(q, k[:, : parts.before], v[:, : parts.before], causal=False, **options))
+    square = attend(q, k[:, parts.before :], v[:, parts.before :], **parts.mask, **options)
     merge_rows_(out, lse, *square)
     return out, lse
 
@@ -93,7 +98,7 @@ def _aligned_backward(
     *,
     causal: bool,
     window: Window = UNBOUNDED,
-    scale: float,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`contracts.AttendBackward` of `_aligned`."""
     rows, keys = q.shape[1], k.shape[1]
@@ -102,13 +107,13 @@ def _aligned_backward(
     if parts.before < 0:
         dout, q, out = (_with_rows_before(x, k.shape[1]) for x in (dout, q, out))
         lse = torch.nn.functional.pad(lse, (k.shape[1] - rows, 0))
-        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, **parts.mask, scale=scale)
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, **parts.mask, **options)
         dq = dq[:, -rows:]
     elif not parts.before:
-        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, **parts.mask, scale=scale)
+        dq, dk, dv = attend_backward(dout, q, k, v, out, lse, **parts.mask, **options)
     else:
         before, behind = (
-            attend_backward(dout, q, k[:, some], v[:, some], out, lse, **mask, scale=scale)
+            attend_backward(dout, q, k[:, some], v[:, some], out, lse, **mask, **options)
             for some, mask in (
                 (slice(parts.before), {"causal": False}),
                 (slice(parts.before, None), parts.mask),
@@ -189,7 +194,7 @@ class BySequence:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [B, M, H, D] and lse [B, H, M] of q [B, M, H, D] and k, v [B, N, K, D]; packed, B is 1."""
-        out, lse = empty_results(q)
+        out, lse = empty_results(q, v)
         out.zero_()
         lse.fill_(-torch.inf)
         for queries, keys, computation in self.runs:

@@ -22,16 +22,16 @@ class ShapesOnly:
     kept: tuple[()] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out in the shape of q, differentiable."""
+        """out in the shape of q and the width of v, differentiable."""
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], which carries no gradient."""
+        """out, and lse [B, H, N]."""
         return eager(self, q, k, v)
 
-    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, _k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Empty out and lse."""
-        return empty_results(q)
+        return empty_results(q, v)
 
     def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Empty dq, dk, dv."""
@@ -44,9 +44,9 @@ SHAPES_ONLY = ShapesOnly()
 class NothingSeen(ShapesOnly):
     """`Computation` of queries that see no key: out 0, lse -inf, gradients 0."""
 
-    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, _k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out 0 and lse -inf."""
-        out, lse = empty_results(q)
+        out, lse = empty_results(q, v)
         return out.zero_(), lse.fill_(float("-inf"))
 
     def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +66,7 @@ class FirstRows:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, 0 behind the rows, and lse, -inf there."""
-        out, lse = empty_results(q)
+        out, lse = empty_results(q, v)
         out[:, self.rows :] = 0
         lse[..., self.rows :] = float("-inf")
         found = self.inside.forward(*(x[:, : self.rows] for x in (q, k, v)))

@@ -6,6 +6,9 @@ With a mass n in addition to its keys, a row's lse becomes log(exp(lse) + n) and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,11 +53,44 @@ def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:
     return (inside >= seeing.start) & (inside < seeing.stop) & ((inside - seeing.start) % seeing.step == 0)
 
 
-def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away.
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """-sum over rows of exp(sink - lse) · (dout·out - dlse), [H]: the share of a key of value 0 times what it takes
+    away, less what lse gains.
 
     0 for a sink of inf, which takes everything.
     """
     share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse.isinf(), 0.0)
     taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        taken = taken - dlse
     return -(share * taken).sum((0, 2)).to(sink.dtype)
+
+
+# Parts of dlse, each a column of values: three of bfloat16 have the digits of a float32.
+_PARTS = 3
+
+
+def lse_gradients(
+    gradients: Callable[..., tuple[Tensor, ...]],
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *kept: Any,
+) -> tuple[Tensor, Tensor]:
+    """dq and dk of lse, by a second backward pass of any kernel that takes a given out and lse.
+
+    With weights p, d lse_i / d s_ij is p_ij, and that pass gives p_ij · (dout_i·v_j - dout_i·out_i). With ones in the
+    first columns of v, an out of zeros, and dlse in those columns of dout, that is p_ij · dlse_i.
+    """
+    of_rows = dlse.to(lse.dtype).masked_fill(lse.isinf(), 0.0).transpose(1, 2)
+    dout, ones = torch.zeros_like(out), torch.zeros_like(v)
+    parts = 1 if out.dtype == torch.float64 else min(_PARTS, v.shape[-1])
+    for column in range(parts):
+        part = of_rows if column + 1 == parts else of_rows.bfloat16().to(lse.dtype)
+        dout[..., column], ones[..., column] = part.to(out.dtype), 1
+        of_rows = of_rows - part
+    dq, dk, _ = gradients(dout, q, k, ones, torch.zeros_like(out), lse, *kept)
+    return dq, dk

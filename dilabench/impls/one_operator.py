@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from dilabench.impls.call import Call, PatternFields, name_of_function, read_call, written
-from dilabench.impls.null_mass import sink_gradient
+from dilabench.impls.null_mass import lse_gradients, sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
+    as_batch_of,
     as_bytes,
     contiguous_like,
     differentiable_operator,
@@ -148,17 +149,23 @@ def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: T
 
 
 def eager(
-    computation: Computation, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *read: Tensor | None
+    computation: Computation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    *read: Tensor | None,
+    only_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse [B, H, N], which carries no gradient, without a compiler.
+    """out and lse [B, H, N], both differentiable (over ranks out alone), without a compiler.
 
     sink: [H], the logits of a key of value 0. read: further tensors that the backward pass reads; autograd then refuses
-    one that was written to in between.
+    one that was written to in between. only_out: no loss depends on lse, whose gradient torch's own operators lack.
     """
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
-        direct = None if sink is not None else getattr(computation, "differentiable", None)
+        direct = getattr(computation, "differentiable", None) if only_out and sink is None else None
         found: tuple[Tensor, Tensor] | None = direct(q, k, v) if direct is not None else None
         return WithGradient.apply(computation, q, k, v, sink, *read) if found is None else found
     out, lse, *_ = computation.forward(q, k, v)
@@ -168,7 +175,7 @@ def eager(
 
 
 class WithGradient(torch.autograd.Function):
-    """out and lse of a computation, called as it is; lse carries no gradient. Arguments as of `eager`."""
+    """out and lse of a computation, called as it is. Arguments as of `eager`."""
 
     @staticmethod
     def forward(
@@ -180,16 +187,18 @@ class WithGradient(torch.autograd.Function):
             add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
         ctx.computation, ctx.num_read = computation, len(read)
         ctx.save_for_backward(q, k, v, out, lse, sink, *read, *(more[0] if more else ()))
-        ctx.mark_non_differentiable(lse)
+        if getattr(computation, "exchanges", False):
+            # Ranks whose loss depends on lse, and others, would exchange different messages.
+            ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink, *more = ctx.saved_tensors
         none = (None,) * (ctx.num_read + (sink is None))
         if dout is None:
-            if not getattr(ctx.computation, "exchanges", False):
+            if dlse is None and not getattr(ctx.computation, "exchanges", False):
                 return None, None, None, None, None, *(None,) * ctx.num_read
             dout = torch.zeros_like(out)
         elif dout.is_neg() or dout._is_zerotensor():
@@ -197,17 +206,30 @@ class WithGradient(torch.autograd.Function):
         kept = more[ctx.num_read :]
         given = (q, k, v, out, lse, *([kept] if kept else []))
         gradients = ctx.computation.backward
+        if dlse is not None:
+            dout = as_batch_of(dlse, dout)
+            given, gradients = (*given, dlse), partial(with_lse_gradient, gradients)
         if sink is not None:
-            given, gradients = (*given, sink), partial(with_sink_gradient, gradients)
+            given, gradients = (*given, sink), partial(with_sink_gradient, gradients, dlse is not None)
         return None, *first_derivatives(gradients, dout, *given), *none
 
 
+def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk, dv of `gradients`, and those of lse added to them, whose gradient is given last."""
+    *others, dlse = given
+    dq, dk, dv = gradients(dout, *others)
+    more_dq, more_dk = lse_gradients(gradients, dlse, *others)
+    return dq + more_dq, dk + more_dk, dv
+
+
 def with_sink_gradient(
-    gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor
+    gradients: Callable[..., tuple[Tensor, ...]], has_dlse: bool, dout: Tensor, *given: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `gradients`, and that of the sink, which is given last; out and lse are those with the sink."""
+    """dq, dk, dv of `gradients`, and that of the sink, which is given last, with has_dlse behind the gradient of lse;
+    out and lse are those with the sink.
+    """
     *others, sink = given
-    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink)
+    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -226,18 +248,21 @@ class AttentionComputation(ABC):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D], or packed [T, ·, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
+        return self._computed(q, k, v, only_out=True)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64), without a gradient."""
+        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64)."""
+        return self._computed(q, k, v, only_out=False)
+
+    def _computed(self, q: Tensor, k: Tensor, v: Tensor, only_out: bool) -> tuple[Tensor, Tensor]:
         if q.ndim == 3:
-            out, lse = self.with_lse(q[None], k[None], v[None])
+            out, lse = self._computed(q[None], k[None], v[None], only_out)
             return out.squeeze(0), lse.squeeze(0)
         # An operator would not pass on the tensors that `forward` keeps.
         if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not self.keeps_more:
             out, lse, _ = _attention_op(q, k, v, None, None, None, None, self.number, *_NO_CALL)
             return out, lse.detach()
-        return outside_compilers(_materialised_eager, self, q, k, v)
+        return outside_compilers(_materialised_eager, self, q, k, v, only_out)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -254,11 +279,13 @@ class AttentionComputation(ABC):
 
 
 # The arguments of the operator for a computation that is found by its number alone.
-_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "", ())
+_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "", (), None)
 
 
-def _materialised_eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return eager(computation, materialised(q), materialised(k), materialised(v))
+def _materialised_eager(
+    computation: Computation, q: Tensor, k: Tensor, v: Tensor, only_out: bool
+) -> tuple[Tensor, Tensor]:
+    return eager(computation, materialised(q), materialised(k), materialised(v), only_out=only_out)
 
 
 def as_one_operator(
@@ -273,32 +300,40 @@ def as_one_operator(
     bounds: Tensor | None = None,
     key_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the finder that is registered under a number.
+    """out [B, N, H, D] and lse [B, H, N], by the finder that is registered under a number.
 
-    Differentiable, also by torch.func. pattern: instead of the call's, which is not read. sink: [H], the logits of a
-    key of value 0. indices: of selected blocks. bounds, key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors:
-    one graph serves all.
+    Differentiable, also by torch.func; lse not over ranks, nor if the merge is detached. pattern: instead of the
+    call's, which is not read. sink: [H], the logits of a key of value 0. indices: of selected blocks. bounds,
+    key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors: one graph serves all.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
     backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
     options = (
         *(*pattern, call.causal, call.window, call.scale),
-        *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm, call.key_bounds),
+        *(
+            call.cu_seqlens,
+            call.max_seqlen,
+            call.wants_gradient,
+            backend,
+            call.algorithm,
+            call.key_bounds,
+            call.softcap,
+        ),
     )
     if torch._C._are_functorch_transforms_active():
         function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, key_bounds, number, *options)
-    return out, lse.detach()
+    return out, lse
 
 
 def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     asked: str = others[-1]
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if asked and read_call(asked).algorithm else 0
-    return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
+    return *empty_results(q, others[1]), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
@@ -326,13 +361,16 @@ def _forward_op(
     return out.contiguous(), lse.contiguous(), kept
 
 
-def _shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+def _shapes_of_gradients(
+    _dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_others: Any
+) -> tuple[Tensor, ...]:
     return contiguous_like(q), contiguous_like(k), contiguous_like(v)
 
 
 @operator("attention_backward", _shapes_of_gradients)
 def _backward_op(
     dout: Tensor,
+    dlse: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -348,7 +386,11 @@ def _backward_op(
     """dq, dk, dv from the results of the forward operator."""
     computation: Any = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
-    dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
+    given: tuple[Any, ...] = (query, key, value, out, lse, *more)
+    if dlse is None:
+        dq, dk, dv = computation.backward(dout, *given)
+    else:
+        dq, dk, dv = with_lse_gradient(computation.backward, dout, *given, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -360,9 +402,15 @@ def _is_alone(read: Sequence[Tensor | None], number: int, asked: str) -> bool:
     return bool(call.cu_seqlens or call.key_bounds) or call.pattern.is_detached
 
 
-# Query, key and value; dout, those, out and lse.
+# Query, key and value; dout, dlse, those, out and lse.
 torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
-torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(7), _is_alone), lib=LIBRARY)
+
+
+def _has_constant_lse(asked: str) -> bool:
+    """Whether lse gets no gradient: over ranks, and in a merge whose weights, which are made of lse, are constants."""
+    call = read_call(asked) if asked else None
+    return call is not None and bool(call.algorithm or call.pattern.is_detached)
 
 
 def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
@@ -397,18 +445,30 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         query, key, value, sink, *read, ctx.number, ctx.asked = inputs
         ctx.save_for_backward(query, key, value, *output, *read, sink)
+        if _has_constant_lse(ctx.asked):
+            ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
+        if dout is None:
+            if dlse is None and not (ctx.asked and read_call(ctx.asked).algorithm):
+                return (None,) * 9
+            dout = torch.zeros_like(saved[3])
 
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _backward_op(*tensors[:10], ctx.number, ctx.asked)
+        def gradients(dout: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            of_lse = None if dlse is None else tensors[9]
+            return _backward_op(dout, of_lse, *tensors[:9], ctx.number, ctx.asked)
 
-        if sink is None:
-            found = first_derivatives(gradients, dout, *saved)
-        else:
-            found = first_derivatives(partial(with_sink_gradient, gradients), dout, *saved, sink)
+        given, function = saved, gradients
+        if dlse is not None:
+            given, dout = [*given, dlse], as_batch_of(dlse, dout)
+        if sink is not None:
+            given, function = [*given, sink], partial(with_sink_gradient, gradients, dlse is not None)
+        found = first_derivatives(function, dout, *given)
         return *found, *(None for _ in range(9 - len(found)))
 
 
@@ -437,11 +497,12 @@ def _attention_op(
     backend: str,
     algorithm: str,
     key_bounds_as_numbers: Sequence[int],
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         warn_of_packings(tuple(map(int, cu_seqlens)))
     of_pattern, of_mask = (pattern, sizes, fractions), (causal, window, scale)
-    others: Any = cu_seqlens, max_seqlen, wants_gradient, backend, algorithm, key_bounds_as_numbers
+    others: Any = cu_seqlens, max_seqlen, wants_gradient, backend, algorithm, key_bounds_as_numbers, softcap
     asked = written(*of_pattern, *of_mask, *others) if pattern else ""
     # A trace must see all results whose size it does not know.
     out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, key_bounds, number, asked)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilabench.workload.spec import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
+from dilabench.workload.spec import flops_per_pair
 
 ResultT = TypeVar("ResultT")
 
@@ -84,6 +84,7 @@ def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients for these tensors, which refuse to be differentiated: autograd would leave terms out in silence.
 
+    dlse may be among those given; of a batch of it, dout is a batch too (`as_batch_of`).
     A batch of gradients (`torch.autograd.grad(..., is_grads_batched=True)`) is computed one after another.
     """
     if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dout):
@@ -104,8 +105,8 @@ _FIRST_ONLY = (
 class _GradientsOfOne:
     """The gradients for one dout, which an operator finds by its number."""
 
-    def __init__(self, gradients: Callable[..., tuple[Tensor, ...]], given: tuple[Any, ...]) -> None:
-        self.gradients, self.given = gradients, given
+    def __init__(self, gradients: Callable[..., tuple[Tensor, ...]], given: list[Any], of_lse: int | None) -> None:
+        self.gradients, self.given, self.of_lse = gradients, given, of_lse
         self.number = next(_numbers)
         _of_one[self.number] = self
 
@@ -115,14 +116,29 @@ _numbers = itertools.count()
 
 
 def _gradients_of_each(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """The gradients for a batched dout: torch calls the operator once for each of the batch."""
-    gradients_of_one = _GradientsOfOne(gradients, given)
-    *found, of_sink = _gradients_op(dout, gradients_of_one.number)
+    """The gradients for a batched dout or dlse: torch calls the operator once for each of the batch."""
+    of_lse = next((at for at, x in enumerate(given) if _is_batched(x)), None)
+    gradients_of_one = _GradientsOfOne(gradients, [*given], of_lse)
+    dlse = None if of_lse is None else given[of_lse]
+    *found, of_sink = _gradients_op(dout, dlse, gradients_of_one.number)
     return (*found, of_sink) if of_sink.shape[-1] else tuple(found)
 
 
-def _gradients_of_one(dout: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _is_batched(x: Any) -> bool:
+    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def as_batch_of(dlse: Tensor, dout: Tensor) -> Tensor:
+    """dout [B, N, H, D], as a batch of gradients if dlse [B, H, N] is one."""
+    if torch.compiler.is_compiling() or not torch._C._functorch.is_legacy_batchedtensor(dlse):
+        return dout
+    return dout + torch.zeros_like(dlse).transpose(1, 2).unsqueeze(-1).to(dout.dtype)
+
+
+def _gradients_of_one(dout: Tensor, dlse: Tensor | None, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     entry = _of_one[number]
+    if entry.of_lse is not None:
+        entry.given[entry.of_lse] = dlse
     dq, dk, dv, *of_sink = entry.gradients(dout, *entry.given)
     return dq, dk, dv, of_sink[0] if of_sink else dout.new_empty(0)
 
@@ -208,7 +224,8 @@ def mapped(
         differ = {at for at, (x, dim) in enumerate(of_tensors) if dim is not None and x.numel()}
         if differ <= {*batched} and not is_alone(tensors[-3:], number, asked):
             joined = [
-                _joined(x, dim, size) if at in batched else _sample(x, dim, 0) for at, (x, dim) in enumerate(of_tensors)
+                _joined(x, dim, size) if at in batched and x is not None else _sample(x, dim, 0)
+                for at, (x, dim) in enumerate(of_tensors)
             ]
             # The tensors kept for the backward pass, [0], have no batch axis.
             results = tuple(
@@ -236,14 +253,17 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     """Give `torch.utils.flop_counter` the work of the operators, by the pairs of their patterns; the operators."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
+    def counted(q: Any, k: Any, indices: Any, *others: Any) -> int:
         *_bounds, number, asked = others
         of_indices = None if indices is None else torch.Size(indices)
-        return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
+        return pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
 
-    def of_backward(_dout: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
+    def of_forward(q: Any, k: Any, v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
+        return int(flops_per_pair("forward", q[-1], v[-1])) * counted(q, k, indices, *others)
+
+    def of_backward(_dout: Any, _dlse: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
         _out, _lse, _kept, *read, number, asked = others
-        return int(BACKWARD_FACTOR * of_forward(q, k, v, None, *read, number, asked))
+        return int(flops_per_pair("backward", q[-1], v[-1])) * counted(q, k, *read, number, asked)
 
     forward, backward = torch.ops.dilabench.attention_forward, torch.ops.dilabench.attention_backward
     register_flop_formula(forward)(of_forward)
@@ -263,11 +283,11 @@ def let_flops_be_counted(pairs: Callable[..., int]) -> None:
             counted.update({op: flop_registry[op] for op in operators if op not in counted})
 
 
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out and lse of q [B, N, H, D]."""
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of q [B, N, H, D], in the width of v."""
     *lead, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
+    return q.new_empty((*lead, rows, heads, v.shape[-1])), q.new_empty((*lead, heads, rows), dtype=dtype)
 
 
 def contiguous_like(x: Tensor) -> Tensor:

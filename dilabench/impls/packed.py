@@ -162,32 +162,32 @@ def _whole_stretches(workload: Workload, device: torch.device) -> list[int] | No
 
 @dataclass(frozen=True, slots=True)
 class InTiles(AttentionComputation):
-    """All sequences in one launch by dilabench's tiles, for head dims with this many columns `behind` that bulk copies
-    skip. `notes`: that they replace the backend. packings: of other bounds.
+    """All sequences in one launch by dilabench's tiles, of rows that zeros fill up to `width` numbers. `notes`: that
+    they replace the backend. packings: of other bounds.
     """
 
     tiles: Fused | FusedDetached
-    behind: int
+    width: int
     notes: tuple[Note, ...]
     packings: TilesOfSequences | None = field(default=None, repr=False, compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = map(self._wider, (q, k, v))
-        out, lse = self.tiles.forward(q, k, v)[:2]
-        return self._narrower(out), lse
+        out, lse = self.tiles.forward(self._wider(q), self._wider(k), self._wider(v))[:2]
+        return _narrower(out, v), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = map(self._wider, (dout, q, k, v, out))
-        dq, dk, dv = self.tiles.backward(dout, q, k, v, out, lse)
-        return self._narrower(dq), self._narrower(dk), self._narrower(dv)
+        own_dout, own_q, own_k, own_v, own_out = map(self._wider, (dout, q, k, v, out))
+        dq, dk, dv = self.tiles.backward(own_dout, own_q, own_k, own_v, own_out, lse)
+        return _narrower(dq, q), _narrower(dk, k), _narrower(dv, v)
 
     def _wider(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, (0, self.behind)) if self.behind else x
+        return x if x.shape[-1] == self.width else torch.nn.functional.pad(x, (0, self.width - x.shape[-1]))
 
-    def _narrower(self, x: Tensor) -> Tensor:
-        return x[..., : x.shape[-1] - self.behind].contiguous() if self.behind else x
+
+def _narrower(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]].contiguous()
 
 
 def tiles_serve(workload: Workload, device: torch.device) -> bool:
@@ -196,26 +196,31 @@ def tiles_serve(workload: Workload, device: torch.device) -> bool:
 
 
 def _bounds_of_tiles(workload: Workload, device: torch.device) -> list[int] | None:
-    if not has_kernel(device, getattr(torch, workload.dtype)) or workload.head_dim > LARGEST_HEAD_DIM:
+    if not has_kernel(device, getattr(torch, workload.dtype)) or _width(workload) > LARGEST_HEAD_DIM:
         return None
     return _whole_stretches(workload, device)
+
+
+def _width(workload: Workload) -> int:
+    """Numbers of a row that bulk copies can address and that keys and values fit into."""
+    multiple = ROW_BYTES // getattr(torch, workload.dtype).itemsize
+    return -(-max(workload.head_dim, workload.value_width) // multiple) * multiple
 
 
 class TilesOfSequences:
     """`InTiles` for any bounds."""
 
-    def __init__(self, tiles: fused.Packings, behind: int, notes: tuple[Note, ...]) -> None:
-        self._tiles, self._behind, self._notes = tiles, behind, notes
+    def __init__(self, tiles: fused.Packings, width: int, notes: tuple[Note, ...]) -> None:
+        self._tiles, self._width, self._notes = tiles, width, notes
 
     def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> InTiles:
         """As `contracts.Packings`."""
-        return InTiles(self._tiles.of(bounds, tokens, longest), self._behind, self._notes, self)
+        return InTiles(self._tiles.of(bounds, tokens, longest), self._width, self._notes, self)
 
 
 def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
     backend = context.require_backend()
-    dtype = getattr(torch, workload.dtype)
     bounds = None if backend.packed is not None else _bounds_of_tiles(workload, context.device)
     if bounds is None:
         return None
@@ -226,9 +231,9 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
 
     longest = max(stop - start for start, stop in pairwise(bounds))
     pattern = {"kind": "dilated", "segment_lengths": (1 << (longest - 1).bit_length(),), "dilation_rates": (1,)}
-    behind = -workload.head_dim % (ROW_BYTES // dtype.itemsize)
-    wider = workload.replace(pattern=pattern, head_dim=workload.head_dim + behind, scale=workload.softmax_scale)
-    packings = TilesOfSequences(Packings(wider, context), behind, (note,))
+    width = _width(workload)
+    wider = workload.replace(pattern=pattern, head_dim=width, value_dim=None, scale=workload.softmax_scale)
+    packings = TilesOfSequences(Packings(wider, context), width, (note,))
     computation = packings.of(tuple(bounds))
     return computation if tuple(bounds) == workload.cu_seqlens else replace(computation, packings=None)
 

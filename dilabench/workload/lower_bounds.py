@@ -16,10 +16,11 @@ def least_bytes(workload: Workload) -> int:
     """
     sizes = tensor_bytes(workload)
     query_rows, key_rows = reached_rows(workload)
-    row_bytes = workload.head_dim * DTYPE_BYTES[workload.dtype]
-    query, keys = query_rows * row_bytes, 2 * key_rows * row_bytes
+    item = DTYPE_BYTES[workload.dtype]
+    query, out = query_rows * workload.head_dim * item, query_rows * workload.value_width * item
+    keys = key_rows * (workload.head_dim + workload.value_width) * item
     forward = query + keys + sizes["out"]
-    backward = 3 * query + keys + sizes["q"] + sizes["k"] + sizes["v"]
+    backward = query + 2 * out + keys + sizes["q"] + sizes["k"] + sizes["v"]
     return {"forward": forward, "backward": backward, "both": forward + backward}[workload.mode]
 
 

@@ -1,9 +1,10 @@
 """Workloads, their FLOPs and bytes, and the requests they come from.
 
 Shape letters: B batch, N sequence length, M queries (the last M of N positions), H query heads, K key/value heads
-(H = g·K), D head dim, T packed tokens.
+(H = g·K), D head dim, Dv that of values, T packed tokens.
 The function that a workload names is written down in docs/explanation/semantics.md, as are its FLOPs (§2): exact, from
-4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one.
+4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one. Where values have
+another width Dv, the two products of a forward call take 2·D and 2·Dv, the five of a backward one 6·D and 4·Dv.
 """
 
 import itertools
@@ -47,9 +48,8 @@ UNBOUNDED: Window = (-1, -1)
 # Backend or algorithm `auto`: the fastest that supports the call.
 AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
-BACKWARD_FACTOR = 2.5
-MODE_FACTOR = {"forward": 1.0, "backward": BACKWARD_FACTOR, "both": 1.0 + BACKWARD_FACTOR}
+# Products of a pass with a row of keys or queries, and with one of values or out; both are as wide by default.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 # Batch `auto`: constant tokens per batch along a range.
@@ -77,14 +77,20 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
     return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
 
 
+_ADDED = ("query_len", "value_dim", "softcap")
+
+
 class _Shaped(Model):
-    """A model that is written without `query_len` if every position has a query, as before this field existed."""
+    """A model that is written without `query_len` if every position has a query, without `value_dim` if values are as
+    wide as keys, and without `softcap` if there is none, as before these fields existed.
+    """
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        if written.get("query_len", 0) is None:
-            del written["query_len"]
+        for name in _ADDED:
+            if written.get(name, 0) is None:
+                del written[name]
         return written
 
 
@@ -93,6 +99,8 @@ class Workload(_Shaped):
 
     `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
+    `value_dim`: channels of values and out; None if they are as many as those of keys, `head_dim`. `softcap` c: scores
+    s become c·tanh(s/c), after the scale and before masks; None if they stay.
     """
 
     pattern: AnyPattern
@@ -109,6 +117,8 @@ class Workload(_Shaped):
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: int | None = Field(default=None, ge=1)
+    value_dim: int | None = Field(default=None, ge=1, le=2**12)
+    softcap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -119,6 +129,11 @@ class Workload(_Shaped):
     @classmethod
     def _every_row_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
         return None if value == info.data.get("seq_len") else value
+
+    @field_validator("value_dim")
+    @classmethod
+    def _width_of_keys_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return None if value == info.data.get("head_dim") else value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -186,6 +201,11 @@ class Workload(_Shaped):
     def softmax_scale(self) -> float:
         """The scale in force: the given one, or 1/sqrt(D)."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def value_width(self) -> int:
+        """Channels of values and out (Dv)."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -262,11 +282,17 @@ class Workload(_Shaped):
             "window": self.window,
             "scale": self.scale,
         }
+        if self.softcap is not None:
+            content["softcap"] = self.softcap
         return content_hash(content)
 
     def length_label(self) -> str:
         """Keys of a sequence, with its queries if they are fewer: '64K', '1 of 64K'."""
         return ("" if self.query_len is None else f"{format_count(self.query_len)} of ") + format_count(self.seq_len)
+
+    def dim_label(self) -> str:
+        """'D64', or with values of another width 'D192/128'."""
+        return f"D{self.head_dim}" if self.value_dim is None else f"D{self.head_dim}/{self.value_dim}"
 
     def queries_label(self) -> str:
         """'every query', or how many of the last there are: '1 query row'."""
@@ -280,7 +306,8 @@ class Workload(_Shaped):
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
         scale = "" if self.scale is None else f" scale {self.scale:g}"
-        shape = f"{self.batch_size}x{self.length_label()} {heads} D{self.head_dim}"
+        scale += "" if self.softcap is None else f" softcap {self.softcap:g}"
+        shape = f"{self.batch_size}x{self.length_label()} {heads} {self.dim_label()}"
         return f"{shape} {short}{causal}{window}{scale}{packed}"
 
 
@@ -308,7 +335,13 @@ def flops(workload: Workload, pairs: int | None = None) -> float:
     computes fewer.
     """
     pairs = attended_pairs(workload) if pairs is None else pairs
-    return FORWARD_FLOPS_PER_PAIR_AND_DIM * workload.head_dim * pairs * MODE_FACTOR[workload.mode]
+    return float(flops_per_pair(workload.mode, workload.head_dim, workload.value_width) * pairs)
+
+
+def flops_per_pair(mode: Mode, head_dim: int, value_dim: int) -> int:
+    """FLOPs of one (query, key) pair of one head."""
+    with_keys, with_values = PRODUCTS[mode]
+    return 2 * (with_keys * head_dim + with_values * value_dim)
 
 
 def tensor_bytes(workload: Workload) -> dict[str, int]:
@@ -316,8 +349,9 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     item = DTYPE_BYTES[workload.dtype]
     query = workload.tokens * workload.num_heads * workload.head_dim * item
     key = workload.positions * workload.num_kv_heads * workload.head_dim * item
+    value, out = (size // workload.head_dim * workload.value_width for size in (key, query))
     lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
-    return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
+    return {"q": query, "k": key, "v": value, "out": out, "lse": lse}
 
 
 class WorkloadRequest(_Shaped):
@@ -345,6 +379,8 @@ class WorkloadRequest(_Shaped):
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: Annotated[int | None, READ_COUNT] = None
+    value_dim: Annotated[int | None, READ_COUNT] = None
+    softcap: float | None = None
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod

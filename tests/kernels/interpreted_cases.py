@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward
-from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.fused.residue_plan import capped_plan, residue_plan
 from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.merge import _merge_rows_triton_
 from dilabench.kernels.tuning import TileConfig
@@ -201,6 +201,16 @@ WINDOWED = {
 }
 
 
+# The softcap comes last.
+CAPPED = {
+    "softcap": (CASES["plain"], None, (-1, -1), 0.8),
+    "softcap, causal": (CASES["causal"], None, (-1, -1), 1.5),
+    "softcap, window": (*WINDOWED["window, causal"], 0.7),
+    "softcap, grouped heads": (*GROUPED["grouped heads"], (-1, -1), 2.0),
+    "softcap, half": (CASES["half"], None, (-1, -1), 1.0),
+}
+
+
 def multiplicity(
     n: int,
     heads: int,
@@ -229,12 +239,17 @@ def multiplicity(
     return count * ((-before <= ahead) & (ahead <= (0 if causal else behind)))
 
 
-def union_softmax(q: Tensor, k: Tensor, v: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def union_softmax(
+    q: Tensor, k: Tensor, v: Tensor, count: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) by one softmax over the multiset; rows that see nothing get 0 and -inf, and pass no gradient."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     seen = count.sum(-1, keepdim=True) > 0
-    logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5 + torch.where(seen, count, 1.0).log()
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + torch.where(seen, count, 1.0).log()
     p = torch.softmax(logits, -1) * seen
     lse = torch.logsumexp(logits, -1).masked_fill(~seen[..., 0], float("-inf"))
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
@@ -244,7 +259,7 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def fused(case, branch_of_head=None, window=(-1, -1)) -> dict[str, float]:
+def fused(case, branch_of_head=None, window=(-1, -1), softcap=None) -> dict[str, float]:
     batch, n, heads, kv_heads, dim, segments, rates, causal, offset, offset_by, tiles, cut, dtype = case
     generator = torch.Generator().manual_seed(n + heads)
     packed = torch.randn(batch, n, heads + 2 * kv_heads, dim, generator=generator).to(dtype)
@@ -252,14 +267,14 @@ def fused(case, branch_of_head=None, window=(-1, -1)) -> dict[str, float]:
     dout = torch.randn(batch, n, heads, dim, generator=generator).to(dtype)
     where = (offset, offset_by, min(tiles), cut)
     more = {"branch_of_head": branch_of_head, "window": window}
-    plan = residue_plan(segments, rates, n, heads, kv_heads, causal, *where, **more)
+    plan = capped_plan(residue_plan(segments, rates, n, heads, kv_heads, causal, *where, **more), softcap)
     config = TileConfig(*tiles, 4, 2)
     out, lse = fused_forward(q, k, v, plan, config=config)
     got = (out, *fused_backward(dout, q, k, v, out, lse, plan, query_config=config, key_config=config))
 
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     count = multiplicity(n, heads, kv_heads, segments, rates, causal, offset, offset_by, branch_of_head, window)
-    exact, exact_lse = union_softmax(*leaves, count)
+    exact, exact_lse = union_softmax(*leaves, count, softcap)
     want = (exact.detach(), *torch.autograd.grad(exact, leaves, dout.double()))
     errors = {name: relative(g, w) for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True)}
     empty = exact_lse == float("-inf")
@@ -312,6 +327,6 @@ def merge(groups: bool) -> dict[str, float]:
 
 if __name__ == "__main__":
     results = {name: fused(case) for name, case in CASES.items()}
-    results |= {name: fused(*case) for name, case in (GROUPED | WINDOWED).items()}
+    results |= {name: fused(*case) for name, case in (GROUPED | WINDOWED | CAPPED).items()}
     results["merge one group"], results["merge all groups"] = merge(groups=False), merge(groups=True)
     sys.stdout.write(json.dumps(results))

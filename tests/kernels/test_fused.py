@@ -32,6 +32,10 @@ FUSED = [
     "window of branches together, causal",
     "window, rates beside segments",
     "window, grouped heads",
+    "softcap",
+    "softcap, causal",
+    "softcap, window",
+    "softcap, grouped heads",
 ]
 
 
@@ -47,7 +51,7 @@ def test_float32_matches_the_union_softmax(errors: dict[str, dict[str, float]], 
     assert max(errors[case].values()) < 5e-6, errors[case]
 
 
-@pytest.mark.parametrize("case", ["half", "two tiles of columns"])
+@pytest.mark.parametrize("case", ["half", "two tiles of columns", "softcap, half"])
 def test_half_precision_stays_within_twice_its_rounding(errors: dict[str, dict[str, float]], case: str) -> None:
     got = errors[case]
     assert max(got["out"], got["lse"]) < 1e-3, got

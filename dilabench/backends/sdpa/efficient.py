@@ -127,7 +127,7 @@ def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 # Correct past 2^32 elements on an H200.
-PLAIN = replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None)
+PLAIN = replace(CUDA_KERNEL, value_dim=True, grouped_heads=False, forward_span=None, backward_span=None)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
 # No aligned ends: under a window over more keys than queries its backward pass was wrong on an H200 (torch 2.11).
 packed = adapted_packed(_forward, _backward, PLAIN)

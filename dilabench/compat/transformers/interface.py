@@ -113,7 +113,7 @@ def _attend(
     indices: [B, M, S], the keys that each query selects (DSA). block_indices: [B, K, M, S], the blocks of keys that it
     selects for each head of keys (MSA), -1 for none.
     """
-    _refuse_unknown(module, softcap, keywords)
+    _refuse_unknown(module, keywords)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     note = getattr(attention_mask, NOTE, None)
     parts: Mask | None = None
@@ -153,6 +153,7 @@ def _attend(
             "pattern": pattern and pattern.kind,
             "cu_seq_lens_q": None if cu_seq_lens_q is None else "given",
             "sliding_window": sliding_window if attention_mask is None and window != UNBOUNDED else None,
+            "softcap": softcap,
         }
         for what, given in asked.items():
             if given is not None:
@@ -169,12 +170,15 @@ def _attend(
         return _by_sdpa(module, query, key, value, whole, selection, s_aux, kept), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     value_dim, width = value.shape[-1], max(value.shape[-1], key.shape[-1])
-    q, k, v = (
-        (x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))).transpose(1, 2)
-        for x in (query, key, value)
-    )
+    if pattern is not None or selection is not None:
+        # Only dense attention takes values of another width than keys.
+        query, key, value = (
+            x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+            for x in (query, key, value)
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"pattern": pattern, "causal": causal, "window": window, "scale": scaling}
-    options |= {"sink": s_aux, "backend": backend}
+    options |= {"softcap": softcap, "sink": s_aux, "backend": backend}
     if selection is not None:
         indices, size = selection
         # The indices say which and how many.
@@ -276,12 +280,8 @@ def _reads_one_sequence(kind: type[torch.nn.Module]) -> bool:
     return inspect.signature(kind.forward).parameters.keys() <= _OF_ONE_SEQUENCE
 
 
-def _refuse_unknown(module: torch.nn.Module, softcap: float | None, keywords: dict[str, Any]) -> None:
+def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
     """Refuse keywords of a model that change what attention computes, or that may."""
-    if softcap is not None:
-        raise ValueError(
-            f"{_name(module)}: softcap {softcap} is not computed by dilabench; use attn_implementation='eager'"
-        )
     # The values of harmless ones are not read: a compiled graph would serve these alone.
     for name in keywords.keys() - _HARMLESS:
         if keywords[name] is not None:

@@ -59,7 +59,7 @@ class _Chunks(torch.autograd.Function):
     def forward(ctx: Any, chunked: ChunkedQueries, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.chunked = chunked
         ctx.save_for_backward(q, k, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for at, function in chunked.chunks():
             out[:, at] = function(*chunked.taken(at, q, k, v))
         return out

@@ -144,8 +144,8 @@ def _draw_piece(piece: Tensor, seed: int, number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """q [B, M, H, D], k and v [B, N, K, D], M = N unless the workload has `query_len`; or three times the same
-    embeddings [B, N, H·D].
+    """q [B, M, H, D], k [B, N, K, D] and v [B, N, K, Dv], M = N unless the workload has `query_len`; or three times the
+    same embeddings [B, N, H·D].
 
     changes: what was done to the `distinct` tensors between timed calls.
     """
@@ -161,6 +161,11 @@ class InputSet:
         return tuple({id(tensor): tensor for tensor in (self.q, self.k, self.v)}.values())
 
     @property
+    def out_shape(self) -> torch.Size:
+        """The shape of out: that of q, in the width of v."""
+        return torch.Size((*self.q.shape[:-1], self.v.shape[-1]))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the distinct tensors."""
         return sum(tensor.nbytes for tensor in self.distinct)
@@ -172,7 +177,7 @@ class InputSet:
 
 
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k, v: [B, M, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].
+    """Shapes of q, k, v: [B, M, H, D], [B, N, K, D] and [B, N, K, Dv], packed [T, ·, ·]; embeddings: one [B, N, H·D].
 
     `rows`: of the shards of a rank that holds this many positions.
     """
@@ -182,7 +187,7 @@ def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tup
         return ((*lead, rows, workload.num_heads * workload.head_dim),)
     query = (*lead, workload.query_len or rows, workload.num_heads, workload.head_dim)
     key = (*lead, rows, workload.num_kv_heads, workload.head_dim)
-    return query, key, key
+    return query, key, (*key[:-1], workload.value_width)
 
 
 def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device, rows: int | None = None) -> InputSet:

@@ -46,7 +46,7 @@ LARGEST_IDENTITY_ERROR, MEAN_IDENTITY_ERROR = 4.0, 0.5
 def last_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
     """The checks of one kept call. `tolerances`: of out and dq as verification derived them from more rows."""
     inputs = kept.inputs
-    form = form_checks(kept.out, inputs.q.shape, inputs.q.dtype, inputs.q.device)
+    form = form_checks(kept.out, inputs.out_shape, inputs.q.dtype, inputs.q.device)
     broken = next((check for check in form if not check.passed), None)
     if broken is not None:
         yield broken.model_copy(update={"name": CheckName.TIMED_FORM, "detail": f"{OF}: {broken.detail}"})

@@ -205,6 +205,17 @@ def _variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
             if min(window) >= 0 or (min(window) == -1 and -1 in workload.window):
                 name = f"window {window[0]},{window[1]} (off by one)"
                 yield name, workload.model_copy(update={"window": window})
+    if workload.softcap is not None:
+        yield "no softcap", workload.model_copy(update={"softcap": None})
+        scaled = workload.softcap * workload.softmax_scale
+        yield (
+            "a softcap times the scale (scores before the scale capped)",
+            workload.model_copy(update={"softcap": scaled}),
+        )
+        yield (
+            "a softcap over the scale",
+            workload.model_copy(update={"softcap": workload.softcap / workload.softmax_scale}),
+        )
     default = workload.head_dim**-0.5
     scales = {"1 (no scale)": 1.0, "1/D": 1 / workload.head_dim, "1/sqrt(D), not the one given": default}
     scales["the square root of the right one"] = workload.softmax_scale**0.5
@@ -239,10 +250,48 @@ def _wrong_outs(workload: Workload) -> Iterator[tuple[str, Wrong]]:
     for step, side in ((1, "earlier"), (-1, "later")):
         yield f"the position one {side} (shifted by one)", partial(_moved, step=step)
         yield f"keys and values shifted by one, to the position one {side}", partial(_rolled, step=step)
+    if _has_capped_mistakes(workload):
+        yield "a softcap after the mask, which shows hidden keys with the score -softcap", _capped_after_mask
     if 1 < workload.num_kv_heads < workload.num_heads:
         yield "key/value head h % K for head h, not h // g", _interleaved
     yield "attention over heads, not positions", _over_heads
     yield "memory of [B, H, N, D] read as [B, N, H, D] (a view, not a transpose)", _misread
+
+
+def _capped(part: _Part) -> tuple[Tensor, ...]:
+    """Of dense attention: tanh of the capped scores [b, H, R, N], which keys rows see, and q, k, v of each head in
+    float64.
+    """
+    workload = part.workload
+    q, k, v = (x.double().transpose(1, 2) for x in (part.q[:, part.rows.to(part.q.device)], part.k, part.v))
+    k, v = (x.repeat_interleave(workload.group_size, 1) for x in (k, v))
+    ahead = torch.arange(workload.seq_len) - (part.rows + workload.first_row)[:, None]
+    left, right = workload.shapes[0].reach
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    seen = seen if left is None else seen & (ahead >= -left)
+    seen = seen if right is None else seen & (ahead <= right)
+    assert workload.softcap is not None
+    return (q @ k.mT * workload.softmax_scale / workload.softcap).tanh(), seen.to(q.device), q, k, v
+
+
+def _capped_after_mask(part: _Part) -> Tensor:
+    tanh, seen, _, _, v = _capped(part)
+    assert part.workload.softcap is not None
+    weights = (tanh.masked_fill(~seen, -1.0) * part.workload.softcap).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def _dq_uncapped(part: _Part, dout: Tensor) -> Tensor:
+    tanh, seen, _, k, v = _capped(part)
+    assert part.workload.softcap is not None
+    weights = (tanh * part.workload.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+    grad = part.of(dout).double().transpose(1, 2) @ v.mT
+    score = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+    return (score @ k * part.workload.softmax_scale).transpose(1, 2)
+
+
+def _has_capped_mistakes(workload: Workload) -> bool:
+    return workload.softcap is not None and workload.is_dense and workload.layout == "padded"
 
 
 def _out_of(part: _Part, variant: Workload) -> Tensor:
@@ -285,7 +334,10 @@ def _over_heads(part: _Part) -> Tensor:
 
 def _of_dq(oracle: Oracle, dq: Tensor) -> str | None:
     dout = oracle.sampled(oracle.full_dout)
-    mistakes = ((name, partial(_dq_of, variant=variant, dout=dout)) for name, variant in _variants(oracle.workload))
+    mistakes: list[tuple[str, Wrong]] = []
+    if _has_capped_mistakes(oracle.workload):
+        mistakes.append(("a softcap without its derivative", partial(_dq_uncapped, dout=dout)))
+    mistakes += ((name, partial(_dq_of, variant=variant, dout=dout)) for name, variant in _variants(oracle.workload))
     return _first(oracle, dq, oracle.gradients[0], mistakes)
 
 

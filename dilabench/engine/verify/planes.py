@@ -47,7 +47,7 @@ def make_planes(workload: Workload, seed: int) -> Planes:
     """
     generator = torch.Generator().manual_seed(seed + 1)
     length = workload.seq_len
-    count = min(MAX_KEYS, max(1, workload.head_dim - 1))
+    count = min(MAX_KEYS, max(1, workload.value_width - 1))
     begins = torch.from_numpy(edges(workload))
     begins = begins[torch.randperm(len(begins), generator=generator)[: max(1, count // 4)]]
     drawn = torch.randint(length, (count,), generator=generator)
@@ -63,7 +63,7 @@ def make_planes(workload: Workload, seed: int) -> Planes:
         ]
     candidates = torch.cat([torch.tensor(named), begins, begins - 1, drawn]).tolist()
     keys = tuple(dict.fromkeys(candidates))[:count]
-    return Planes(keys, calls=1 if workload.head_dim > 1 else 2)
+    return Planes(keys, calls=1 if workload.value_width > 1 else 2)
 
 
 def _seen(workload: Workload, count: int, generator: torch.Generator) -> list[int]:

@@ -112,7 +112,7 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
     batches = oracle.sample.batches.to(oracle.device)
     pairs = oracle.planes.channels(oracle.planes.calls - 1)[:MAX_KEY_GRADIENTS]
     channels, keys = (list(column) for column in zip(*pairs, strict=True))
-    q = oracle.batched(oracle.second_inputs()[0])
+    q, k = (oracle.batched(x) for x in oracle.second_inputs()[:2])
     out, dout = oracle.batched(result.out), oracle.batched(oracle.full_dout)
     shape = (len(batches), len(keys), workload.num_kv_heads)
     sums = {
@@ -130,6 +130,9 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
         score = weight * (value_grad - product.sum(-1, keepdim=True)) * workload.softmax_scale
         terms = weight * (value_grad.abs() + product.abs().sum(-1, keepdim=True)) * workload.softmax_scale
         q_h = q[batches, :, head].double()
+        if workload.softcap is not None:
+            scores = q_h @ k[batches[:, None], keys, kv_head].double().mT * workload.softmax_scale
+            score *= 1 - (scores / workload.softcap).tanh().square()
         sums[CheckName.DK][0, :, :, kv_head] += score.mT @ q_h
         sums[CheckName.DK][1, :, :, kv_head] += terms.square().mT @ q_h.square()
         sums[CheckName.DV][0, :, :, kv_head] += (weight * share).sum(1)

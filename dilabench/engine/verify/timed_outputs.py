@@ -308,7 +308,7 @@ class _PastOracle(Oracle):
 
 def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: str) -> Iterator[Check]:
     backward = past.workload.mode != "forward"
-    like = past.kept.inputs.q.new_zeros(past.workload.head_dim)
+    widths = past.workload.value_width, past.workload.head_dim
     rows = torch.tensor([row.position])
     oracle = past.oracle(row.batch, row.head, rows, rows)
     for index, name in enumerate((CheckName.OUT, CheckName.DQ) if backward else (CheckName.OUT,)):
@@ -316,7 +316,7 @@ def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
         if copy is None and past.across is None:
             yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{of}: {NO_GRADIENT}")
             return
-        actual = past.copied(copy, like)
+        actual = past.copied(copy, past.kept.inputs.q.new_zeros(widths[index]))
         with only_heads([row.head]):
             check = _of_head(
                 name, actual, oracle.within(name, tolerances), row, tolerances, of, past.workload.first_row
@@ -330,11 +330,11 @@ def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
 def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: str) -> Iterator[Check]:
     """dk and dv of one key: sums over the rows that see it of the query heads that share it."""
     workload = past.workload
-    like = past.kept.inputs.k.new_zeros(workload.head_dim)
+    widths = workload.head_dim, workload.value_width
     # Weights of single branches, and of single attentions, are not at hand.
     if is_sum(workload):
         return
-    found = [torch.zeros(2, 2, workload.head_dim, dtype=torch.float64, device=past.device)]
+    found = [torch.zeros(2, 2, max(widths), dtype=torch.float64, device=past.device)]
     heads = range(row.head * workload.group_size, (row.head + 1) * workload.group_size)
     found += [_gradients_of_key(past, row, head) for head in heads]
     sums = torch.stack(found).sum(0)
@@ -343,7 +343,8 @@ def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
         if copy is None and past.across is None:
             yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{of}: {NO_GRADIENT}")
             return
-        actual, (value, squares) = past.copied(copy, like), sums[index]
+        actual = past.copied(copy, past.kept.inputs.k.new_zeros(widths[index]))
+        value, squares = sums[index, :, : widths[index]]
         if name == CheckName.DK and workload.pattern.is_detached:
             continue
         size = squares.sqrt().add_(value.abs()).clamp_min_(torch.finfo(actual.dtype).tiny)
@@ -354,13 +355,15 @@ def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
 
 
 def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
-    """A head's share of dk and dv at a key, [2, 2, D]: values, and squares of the sizes of their terms (rounding.py).
+    """A head's share of dk and dv at a key, [2, 2, max(D, Dv)], zeros behind the narrower: values, and squares of the
+    sizes of their terms (rounding.py).
 
     One pass over the rows that see the key gives their lse and out; their weights at the key follow.
     """
     workload, wide = past.workload, torch.float64
     rows = torch.from_numpy(seen_by(workload, head, row.position) - workload.first_row)
-    total = torch.zeros(2, 2, workload.head_dim, dtype=wide, device=past.device)
+    dim, value_dim = workload.head_dim, workload.value_width
+    total = torch.zeros(2, 2, max(dim, value_dim), dtype=wide, device=past.device)
     if not len(rows):
         return total
     place, group = rows.to(past.device), head // workload.group_size
@@ -376,6 +379,10 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
                 counts[block.index] = block.given[:, at[0]].sum() * block.seen[:, at[0]].to(wide)
     key, value = k[row.position].to(wide), v[row.position].to(wide)
     scores = q @ key * workload.softmax_scale
+    slope = torch.ones_like(scores)
+    if workload.softcap is not None:
+        scores = workload.softcap * (scores / workload.softcap).tanh()
+        slope = 1 - (scores / workload.softcap).square()
     share = (scores + counts.log() - lse[head]).exp()
     doubt = (q.square() @ key.square()).sqrt() * workload.softmax_scale + scores.abs()
     doubt = doubt.square().add_(1.0).sqrt_()
@@ -384,10 +391,11 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
     sizes = (dout.square() @ value.square()).sqrt() + (dout @ value).abs()
     sizes += 2 * (dout.square() @ v.to(wide).square().mean(0)).sqrt()
     smallest = torch.finfo(k.dtype).tiny if k.dtype == torch.float16 else 0.0
-    score, weight = share * (dout @ value - mean) * workload.softmax_scale, share * doubt
+    score, weight = share * (dout @ value - mean) * workload.softmax_scale * slope, share * doubt
     score_size = (weight * sizes).clamp_min(smallest) * workload.softmax_scale
-    total[0, 0], total[0, 1] = score @ q, score_size.square() @ q.square()
-    total[1, 0], total[1, 1] = share @ dout, weight.clamp_min(smallest).square() @ dout.square()
+    total[0, 0, :dim], total[0, 1, :dim] = score @ q, score_size.square() @ q.square()
+    total[1, 0, :value_dim] = share @ dout
+    total[1, 1, :value_dim] = weight.clamp_min(smallest).square() @ dout.square()
     return total
 
 

@@ -47,7 +47,7 @@ class Gathered(SelectedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, in at least float32."""
         check(self.selection, q, k, v)
-        out, lse = empty_results(q)
+        out, lse = empty_results(q, v)
         for piece in self._pieces(q, k):
             keys, values = (_gathered(x, piece) for x in (k, v))
             scores = self._scores(q, keys, piece)

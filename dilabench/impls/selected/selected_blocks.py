@@ -73,7 +73,7 @@ class Planning:
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], packed [H, T] (natural log), which carries no gradient."""
+        """out, and lse [B, H, N], packed [H, T] (natural log)."""
         return outside_compilers(self._planned, q, k, v)
 
     def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

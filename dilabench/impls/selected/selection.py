@@ -73,7 +73,7 @@ class PackedSequences(SelectedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [1, T, H, D] and lse [1, H, T]; 0 and -inf for tokens of no sequence."""
-        out, lse = empty_results(q)
+        out, lse = empty_results(q, v)
         out.zero_()
         lse.fill_(-torch.inf)
         for first, last, part in self.parts:

@@ -158,10 +158,11 @@ def varlen_arguments(workload: Workload, rate: int, bounds: list[int], device: t
     # A copy on the current stream would wait for all that it has to do.
     with on_a_stream_of_its_own(device):
         there = torch.tensor(bounds, dtype=torch.int32, device="cpu").to(device)
-    return {
+    arguments = {
         "cu_seqlens": there,
         "longest": max((stop - start for start, stop in pairwise(bounds)), default=0),
         "causal": workload.causal,
         "window": (left, right),
         "scale": workload.softmax_scale,
     }
+    return arguments if workload.softcap is None else {**arguments, "softcap": workload.softcap}

@@ -91,6 +91,20 @@ Floats exp2(Floats x) {
   return x >= -126.f ? (Floats)scaled : held * 0.f;
 }
 
+// To rounding: a polynomial (Cephes) near 0, where 1 - 2 / (e^2x + 1) cancels.
+Floats tanh(Floats x) {
+  const Floats size = x < 0.f ? -x : x, z = x * x;
+  Floats p = all(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const Floats near = p * z * x + x, held = size > 10.f ? all(10.f) : size;
+  const Floats far = 1.f - 2.f / (exp2(held * (2 * LOG2_E)) + 1.f);
+  // NaN stays NaN.
+  return size < 0.625f ? near : (x < 0.f ? -far : x > 0.f ? far : x);
+}
+
 // ---- Products ----------------------------------------------------------------------------------------------------
 
 enum class Into { set, add, scale_and_add };
@@ -352,6 +366,7 @@ struct Call {
   const Range* ranges;
   Hidden hidden;
   float scale, log_count;  // of how often each key counts
+  float softcap;           // scores s become softcap * tanh(s / softcap), unless it is 0
   int32_t threads, onto;   // onto: results are merged with, gradients added to what is there
   float* room;  // `of_thread` numbers for each thread, and behind them the partial results of few queries
   int64_t of_thread;
@@ -478,6 +493,18 @@ struct ForwardRoom {
   }
 };
 
+// Scores [n][QUERIES], times log2(e), are capped; slopes are the derivatives, or null.
+void cap(float softcap, int n, int vectors, float* scores, float* slopes) {
+  const float unit = softcap * LOG2_E;
+  for (int m = 0; m < n; ++m)
+    for (int x = 0; x < vectors; ++x) {
+      const int at = m * QUERIES + x * LANES;
+      const Floats t = tanh(load(scores + at) * (1.f / unit));
+      store(scores + at, t * unit);
+      if (slopes) store(slopes + at, 1.f - t * t);
+    }
+}
+
 void begin(ForwardTile& s, int D) {
   std::fill_n(s.out, D * QUERIES, 0.f);
   std::fill_n(s.max, QUERIES, -INFINITY);
@@ -547,6 +574,7 @@ void forward(const Call& call, Operand<const T> q, Operand<const T> k, Operand<c
           const int vectors = s.tile.vectors();
           const Rows scores{room.scores, QUERIES};
           multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, scores);
+          if (call.softcap > 0) cap(call.softcap, n, vectors, room.scores, nullptr);
           if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.scores);
           s.tile.hide(call.hidden, key, n, room.scores);
           weigh(s, n, room.scores, room.factors);
@@ -606,6 +634,11 @@ void score(const float* q, Left keys, int n, int width, float* scores) {
     for (int i = 1; i < LANES; ++i) x[0] += x[i];
     store(scores + m, x[0]);
   }
+}
+
+void cap_row(float softcap, int n, float* scores) {
+  const float unit = softcap * LOG2_E;
+  for (int m = 0; m < n; m += LANES) store(scores + m, tanh(load(scores + m) * (1.f / unit)) * unit);
 }
 
 // Scores of keys from `begin` to before `end` become weights against a new maximum, others 0; returns what older sums
@@ -673,6 +706,7 @@ void forward_of_few(const Call& call, Operand<const T> q, Operand<const T> k, Op
             const int to = (int)std::clamp<int64_t>(call.band.end(at, call.keys) - key, from, n);
             float* row = of_head + r * of_row;
             score(room.q + (kh * rows + r) * width, keys, n, width, room.scores + r * KEYS);
+            if (call.softcap > 0) cap_row(call.softcap, n, room.scores + r * KEYS);
             const float factor = weigh(room.scores + r * KEYS, from, to, row + width);
             for (int d = 0; d < width; d += LANES) store(row + d, load(row + d) * factor);
           }
@@ -724,12 +758,13 @@ struct BackwardTile {
 
 struct BackwardRoom {
   std::vector<BackwardTile> tiles;
-  float *keys, *values, *weights, *slopes, *factors;
+  float *keys, *values, *weights, *slopes, *of_cap, *factors;
   float *dk, *dv;  // [number of keys][width]
   BackwardRoom(Room& room, int D, int width, int64_t number_of_keys) {
     for (int t = 0; t < BACKWARD_TILES; ++t) tiles.emplace_back(room, D, width);
     keys = room.take(KEYS * D), values = room.take(KEYS * D);
-    weights = room.take(KEYS * QUERIES), slopes = room.take(KEYS * QUERIES), factors = room.take(QUERIES);
+    weights = room.take(KEYS * QUERIES), slopes = room.take(KEYS * QUERIES), of_cap = room.take(KEYS * QUERIES);
+    factors = room.take(QUERIES);
     dk = room.take(number_of_keys * width), dv = room.take(number_of_keys * width);
   }
 };
@@ -745,8 +780,8 @@ float row_sum(const T* out, const float* dout, int D) {
   return sum;
 }
 
-// Scores become weights, and gradients of weights become gradients of scores.
-void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) {
+// Scores become weights, and gradients of weights become gradients of scores; of_cap: the derivatives of their cap.
+void differentiate(const BackwardTile& s, int n, float* weights, float* slopes, const float* of_cap) {
   for (int x = 0; x < s.tile.vectors(); ++x) {
     const Floats lse = load(s.lse + x * LANES), delta = load(s.delta + x * LANES);
     for (int m = 0; m < n; ++m) {
@@ -754,7 +789,8 @@ void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) 
       const Floats logarithm = load(weights + at) - lse;
       const Floats weight = exp2(logarithm > 128.f ? all(128.f) : logarithm);
       store(weights + at, weight);
-      store(slopes + at, weight * (load(slopes + at) - delta));
+      const Floats slope = weight * (load(slopes + at) - delta);
+      store(slopes + at, of_cap ? slope * load(of_cap + at) : slope);
     }
   }
 }
@@ -817,9 +853,11 @@ void backward(const Call& call, int64_t parts, Operand<const T> dout, Operand<co
             const Rows weights{room.weights, QUERIES}, slopes{room.slopes, QUERIES};
             multiply(Into::set, n, vectors, D, {room.keys, D, 1}, {s.q, QUERIES}, weights);
             multiply(Into::set, n, vectors, D, {room.values, D, 1}, {s.dout, QUERIES}, slopes);
+            const bool capped = call.softcap > 0;
+            if (capped) cap(call.softcap, n, vectors, room.weights, room.of_cap);
             if (s.tile.misses(call.band, key, n, call.keys)) s.tile.hide(call.band, key, n, room.weights);
             s.tile.hide(call.hidden, key, n, room.weights);
-            differentiate(s, n, room.weights, room.slopes);
+            differentiate(s, n, room.weights, room.slopes, capped ? room.of_cap : nullptr);
             multiply(Into::add, D, vectors, n, {room.keys, 1, D}, slopes, {s.dq, QUERIES});
             multiply(Into::add, n, columns, count, {room.weights, QUERIES, 1}, {s.dout_rows, width}, dv_rows);
             multiply(Into::add, n, columns, count, {room.slopes, QUERIES, 1}, {s.q_rows, width}, dk_rows);

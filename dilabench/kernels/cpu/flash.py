@@ -25,7 +25,7 @@ LEAST_FLOPS = 1_000_000
 
 
 # The structures Call, Place and Lse of the C++, and the arguments of its functions.
-_CALL, _PLACE, _LSE = "11q3P2q2f2iPqPq", "P3q", "P5q"
+_CALL, _PLACE, _LSE = "11q3P2q3f2iPqPq", "P3q", "P5q"
 _PACKED = {
     "flash_forward": Struct(_CALL + 4 * _PLACE + _LSE).pack,
     "flash_backward": Struct(_CALL + "q" + 5 * _PLACE + _LSE + 3 * _PLACE).pack,
@@ -33,12 +33,15 @@ _PACKED = {
 
 
 class Mask(NamedTuple):
-    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
+    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times. Scores are capped as
+    softcap · tanh(s / softcap), unless that is 0.
+    """
 
     left: int
     right: int
     scale: float
     count: int = 1
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ def backward_room(head_dim: int, keys: int) -> int:
     """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
     width = whole_vectors(head_dim)
     tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
-    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES + 2 * keys * width
+    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 3 * KEYS * QUERIES + QUERIES + 2 * keys * width
 
 
 def whole_vectors(head_dim: int) -> int:
@@ -202,7 +205,7 @@ def _launch(
     if blocks is not None:
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
-    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), threads, onto]
+    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), mask.softcap, threads, onto]
     arguments += room.data_ptr(), of_thread, openmp_parallel(), parts, *numbers
     for x in tensors:
         address = x.data_ptr()

@@ -37,6 +37,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
+    capped,
     end_of,
     find_work,
     frame_of,
@@ -49,6 +50,7 @@ from dilabench.kernels.fused.tile_walk import (
     seen_keys,
     seen_queries,
     segment_of,
+    slopes_of_cap,
     stats_row,
     store_tile,
     turned,
@@ -79,6 +81,7 @@ def _query_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
+    cap,
     scale,
     scale_log2,
     n_supers,
@@ -168,6 +171,8 @@ def _query_kernel(
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
+            if cap is not None:
+                logits = capped(logits, cap, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
             if masked:
                 end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
@@ -177,6 +182,8 @@ def _query_kernel(
                 logits = tl.where(outside(seen, query_row[:, None], ranges, RANGES), logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
+            if cap is not None:
+                ds *= slopes_of_cap(logits)
             dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
 
     dq_ptr += place_of(row, residue + first_place, batch, head, length, n_heads, R, HEAD_DIM)
@@ -204,6 +211,7 @@ def _key_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
+    cap,
     scale,
     scale_log2,
     n_supers,
@@ -329,6 +337,8 @@ def _key_kernel(
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
+                if cap is not None:
+                    logits = capped(logits, cap, PRECISION)
                 dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 if masked:
                     query_row = query_tile + tl.arange(0, BLOCK_M)
@@ -340,6 +350,8 @@ def _key_kernel(
                 dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
                 dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
                 ds = p * (dp - delta[None, :])
+                if cap is not None:
+                    ds *= slopes_of_cap(logits)
                 dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
 
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)

@@ -29,7 +29,9 @@ class AtOnce(NamedTuple):
 
     @classmethod
     def of(cls, group: BranchGroup, q: Tensor, causal: bool) -> AtOnce | None:
-        """None if the kernel does not support the group."""
+        """None if the kernel does not support the group, such as one with a softcap."""
+        if group.softcap:
+            return None
         kernel, tiles = select_kernel(
             "backward_key",
             q.shape[-1],

@@ -74,7 +74,8 @@ class BranchGroup:
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
     and sees class ``(u + head_shift[h]) % modulus`` where the frame says u. ``window``: how many tokens before and
     after it a query sees, None for all of its segment. ``documents``: largest number of sequences in the ``length``
-    tokens, 0 for a single one; super-segments restart in each, at the places in `packing`.
+    tokens, 0 for a single one; super-segments restart in each, at the places in `packing`. ``softcap``: scores s become
+    softcap · tanh(s / softcap); 0 for no cap.
     """
 
     branches: tuple[int, ...]
@@ -89,6 +90,7 @@ class BranchGroup:
     heads_per_kv: int
     window: tuple[int, int] | None = None
     documents: int = 0
+    softcap: float = 0.0
 
     @property
     def is_windowed(self) -> bool:
@@ -98,7 +100,8 @@ class BranchGroup:
     @property
     def compiled_for(self) -> tuple[int, ...]:
         """The properties of a group that kernels are compiled for; groups that share them share the kernels."""
-        return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed, self.documents > 0
+        of_lists = self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed, self.documents > 0
+        return *of_lists, self.softcap > 0
 
     def sure_and_most(self, tokens: int) -> tuple[int, int]:
         """Rows on a side on which a query sees this many tokens: in which it sees all keys, and beyond which none; of a

@@ -28,6 +28,7 @@ from dilabench.kernels.fused.row_layout import (
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
+    capped,
     end_of,
     find_work,
     hiding_ranges,
@@ -68,6 +69,7 @@ def _forward_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
+    cap,
     scale_log2,
     n_supers,
     full_supers,
@@ -152,6 +154,8 @@ def _forward_kernel(
             )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
+            if cap is not None:
+                logits = capped(logits, cap, PRECISION)
             if masked:
                 end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
                 window = (window_left, window_right)
@@ -382,7 +386,8 @@ def _selected(q: Tensor, group: BranchGroup, causal: bool, config: TileConfig | 
         causal=causal,
         largest_tile=group.largest_tile,
         itemsize=q.element_size(),
-        hopper=on_hopper(q.device),
+        # The other kernels cap no scores.
+        hopper=on_hopper(q.device) and not group.softcap,
         windowed=group.is_windowed,
         keys=group.keys_of_a_query(causal),
         cut=cut,

@@ -119,6 +119,14 @@ def residue_plan(
     return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
 
 
+@lru_cache(maxsize=64)
+def capped_plan(plan: ResiduePlan, softcap: float | None) -> ResiduePlan:
+    """The plan with a softcap of scores, if there is one."""
+    if softcap is None:
+        return plan
+    return replace(plan, groups=tuple(replace(group, softcap=softcap) for group in plan.groups))
+
+
 # Documents up to this many tokens have one plan, unless segments are shorter.
 _SHORTEST_DOCUMENTS = 512
 

@@ -196,6 +196,10 @@ def launch_arguments(
     """
     q, k = tiles["q"][0], tiles["k"][0]
     grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
+    arguments["cap"] = None
+    if group.softcap:
+        # Kernels multiply the tanh of products times `cap` by `scale_log2`.
+        arguments |= {"cap": scale / group.softcap, "scale_log2": group.softcap * LOG2E}
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = residue_rows(x, group.modulus, rows, head)

@@ -186,6 +186,32 @@ def scores(a, a_tail, b, b_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def capped(products, cap, PRECISION: tl.constexpr):
+    """tanh(products * cap), to the last bits; near 0 in float32 by a polynomial (Cephes), where the other form
+    cancels.
+    """
+    x = products * cap
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.math.exp2(size * 2.8853900817779268) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    if PRECISION == "tf32":
+        # Half precision.
+        return far
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    return tl.where(size < 0.625, near * z * x + x, far)
+
+
+@triton.jit
+def slopes_of_cap(tanh):
+    """The derivative of `capped`, 1 - tanh², and 0 for hidden pairs, whose tanh is -inf."""
+    return tl.where(tanh >= -1.0, 1.0 - tanh * tanh, 0.0)
+
+
+@triton.jit
 def add_weighted(acc, acc_tail, weights, x, x_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     """acc + weights . x for both parts of the columns."""
     weights = weights.to(x.dtype)

@@ -50,6 +50,7 @@ def _named(name: str, summary: str, original: WorkloadPreset) -> WorkloadPreset:
 TINY = _preset("tiny", "1K tokens, for a first look", (2, 8, 8, 64, 1024))
 SMALL = _preset("small", "4K tokens, 12 heads", (4, 12, 12, 128, 4096))
 MEDIUM = _preset("medium", "8K tokens, 24 heads", (4, 24, 24, 128, 8192))
+MLA = (1, 128, 128, 192, 8192)
 LARGE = _preset("large", "16K tokens, 32 heads", (4, 32, 32, 128, 16384))
 
 RING: tuple[WorkloadPreset, ...] = (
@@ -72,6 +73,17 @@ RING: tuple[WorkloadPreset, ...] = (
     _preset("qwen3_4b", "GQA as in Qwen3 4B, head dim 80", (4, 32, 4, 80, 16384)),
     _preset("qwen3_32b", "GQA as in Qwen3 32B", (2, 64, 8, 128, 16384)),
     _preset("qwen3_14b", "GQA as in Qwen3 14B", (4, 40, 8, 128, 16384)),
+    # google/gemma-2-2b: attn_logit_softcapping 50, and in every second layer sliding_window 4096, the token included.
+    _preset("gemma2_2b", "the full layers of Gemma 2 2B, scores capped", (4, 8, 4, 256, 8192), softcap=50.0),
+    _preset(
+        "gemma2_2b_window",
+        "the layers of Gemma 2 2B with a window of 4096, scores capped",
+        (4, 8, 4, 256, 8192),
+        softcap=50.0,
+        window=(4095, 0),
+    ),
+    # deepseek-ai/DeepSeek-V3: qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim 128.
+    _preset("mla_prefill_128h", "MLA of DeepSeek-V3, keys of 192 and values of 128", MLA, value_dim=128),
     _named("zigzag_tiny", "tiny, for the zigzag ring", TINY),
     _named("zigzag_small", "small, for the zigzag ring", SMALL),
     _named("zigzag_medium", "medium, for the zigzag ring", MEDIUM),
@@ -312,6 +324,16 @@ DECODE: tuple[WorkloadPreset, ...] = (
         "the last 2K tokens of a prompt of 128K, heads of Llama 3 8B",
         (1, 32, 8, 128, 131072),
         2048,
+    ),
+    # The absorbed form: all heads read one latent of kv_lora_rank 512, with 64 rotated channels as keys. The scale
+    # stays that of keys of 192.
+    _last_rows(
+        "mla_decode",
+        "one token over a cache of 32K latents, the absorbed MLA of DeepSeek-V3: keys of 576, values of 512",
+        (1, 128, 1, 576, 32768),
+        1,
+        value_dim=512,
+        scale=192**-0.5,
     ),
 )
 

@@ -64,11 +64,22 @@ class Block:
         """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
         return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale, self.take(k, workload, dtype)
 
-    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key."""
+    def scores(self, queries: Tensor, keys: Tensor, softcap: float | None = None) -> Tensor:
+        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key.
+
+        softcap: products s become softcap · tanh(s / softcap).
+        """
         scores = queries @ keys.mT
         bias = self.log_counts.to(accumulation_dtype(scores.dtype))
-        return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
+        scores = scores.to(bias.dtype)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        return scores.add_(bias).masked_fill_(~self.seen, -torch.inf)
+
+    def slopes(self, queries: Tensor, keys: Tensor, softcap: float) -> Tensor:
+        """The derivative of `scores` by queries·keys, 1 - tanh²."""
+        scores = queries @ keys.mT
+        return 1 - (scores.to(accumulation_dtype(scores.dtype)) / softcap).tanh_().square_()
 
     def branches(self, dtype: torch.dtype) -> Tensor:
         """[parts, M]: the share of each key's weight that each part has; the parts that give a key share it equally."""

@@ -28,12 +28,12 @@ def attend_rows(
     dtype: torch.dtype = torch.float64,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, R, H, D] and lse [B, H, R] of the queries `rows` ([R] int64 on the CPU, ascending), all heads.
+    """out [B, R, H, Dv] and lse [B, H, R] of the queries `rows` ([R] int64 on the CPU, ascending), all heads.
 
-    q is [B, M, H, D], k and v are [B, N, K, D]; query i is at position N - M + i. In float64 this is the oracle. In
-    another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it, softmax in at
-    least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions, lse holds all
-    of them, [B, attentions·H, R], and each has the sink.
+    q is [B, M, H, D], k [B, N, K, D], v [B, N, K, Dv]; query i is at position N - M + i. In float64 this is the
+    oracle. In another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it,
+    softmax in at least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions,
+    lse holds all of them, [B, attentions·H, R], and each has the sink.
     """
     outs, lses = [], []
     for attention in attentions(workload):
@@ -60,7 +60,7 @@ def softmax_rows(
     sees no key has out 0.
     """
     wide = accumulation_dtype(dtype)
-    out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)
+    out = q.new_zeros(q.shape[0], len(rows), q.shape[2], v.shape[3], dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
     zeros = zero_keys(workload, rows, q.device)
     if zeros is not None:
@@ -69,7 +69,7 @@ def softmax_rows(
         lse.copy_(torch.logaddexp(lse, sink.to(wide)[:, None]))
     has_mass = zeros is not None or sink is not None
     for block in blocks(workload, rows, q):
-        scores = block.scores(*block.paired(q, k, workload, dtype))
+        scores = block.scores(*block.paired(q, k, workload, dtype), workload.softcap)
         block_lse, values = scores.logsumexp(-1), block.take(v, workload, dtype)
         if has_mass:
             block_lse = torch.logaddexp(block_lse, lse[:, block.head, block.index])
@@ -175,6 +175,8 @@ def softmax_rows_backward(
 
         dS[i, j] = P[i, j] · (dP[i, j] - dout[i]·out[i])
 
+    times 1 - tanh²(s / softcap) under a softcap.
+
     "detached" is LongNet's code: out = sum_b a_b O_b over branches, with a_b = exp(lse_b - lse) held constant. P_b is
     the softmax of branch b alone, so that a_b P_b is its share of P, and
 
@@ -185,13 +187,13 @@ def softmax_rows_backward(
     wide = accumulation_dtype(dtype)
     slots = key_slots(keys, k.shape[1], q.device)
     size = k.shape[1] if keys is None else len(keys)
-    dq = q.new_zeros(dout.shape, dtype=dtype)
-    dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], q.shape[3], dtype=wide) for _ in range(2))
+    dq = q.new_zeros(*dout.shape[:-1], q.shape[3], dtype=dtype)
+    dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], x.shape[3], dtype=wide) for x in (q, dout))
     zeros = zero_keys(workload, rows, q.device) if workload.pattern.is_detached else None
     for block in blocks(workload, rows, q):
         row_dout, row_lse = dout[:, block.index, block.head].to(dtype), lse[:, block.head, block.index]
         queries, block_keys = block.paired(q, k, workload, dtype)
-        scores = block.scores(queries, block_keys)
+        scores = block.scores(queries, block_keys, workload.softcap)
         weight_grad = (row_dout @ block.take(v, workload, dtype).mT).to(scores.dtype)
         weights = scores.sub_(finite(row_lse)).exp_().to(dtype).to(scores.dtype)
         if workload.pattern.is_detached:
@@ -202,6 +204,8 @@ def softmax_rows_backward(
         else:
             mean = (row_dout * out[:, block.index, block.head]).to(scores.dtype).sum(-1, keepdim=True)
             score_grad = (weights * (weight_grad - mean)).to(dtype)
+        if workload.softcap is not None:
+            score_grad = (score_grad * block.slopes(queries, block_keys, workload.softcap)).to(dtype)
         dq[:, block.index, block.head] = score_grad @ block_keys * workload.softmax_scale
         chosen, slot = chosen_keys(block, slots)
         kv_head = block.head // workload.group_size

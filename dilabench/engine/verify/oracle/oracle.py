@@ -93,8 +93,8 @@ class Oracle:
 
     @property
     def out_shape(self) -> torch.Size:
-        """Shape that the function's out must have: the shape of its first input."""
-        return self.inputs[0].shape
+        """Shape that the function's out must have: the shape of its first input, in the width of its last."""
+        return torch.Size((*self.inputs[0].shape[:-1], self.inputs[-1].shape[-1]))
 
     @cached_property
     def full_dout(self) -> Tensor:

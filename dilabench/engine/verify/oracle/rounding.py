@@ -54,7 +54,7 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
 
 
 def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
-    size = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=torch.float64)
+    size = q.new_zeros(q.shape[0], len(rows), q.shape[2], v.shape[3], dtype=torch.float64)
     lse_size = q.new_zeros(q.shape[0], q.shape[2], len(rows), dtype=torch.float64)
 
     def add(block: Block, scores: Tensor, weights: Tensor, values: Tensor) -> None:
@@ -71,9 +71,9 @@ def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Te
     return Rows(out, lse, size.add_(out.abs()), lse_size)
 
 
-def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """P of a block, and the number of eps by which it is in doubt. Both [B, R, M]."""
-    scores = block.scores(queries, keys)
+    scores = block.scores(queries, keys, softcap)
     doubt = _doubt(block, queries, keys, scores)
     return scores.sub_(finite(lse[:, block.head, block.index])).exp_(), doubt
 
@@ -82,7 +82,7 @@ def _doubt(block: Block, queries: Tensor, keys: Tensor, scores: Tensor) -> Tenso
     """The number of eps by which P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
 
     exp turns an absolute error of the score into a relative error of P. The score is rounded in its own size:
-    sqrt(sum_d (scale · q)² k²) + |score|.
+    sqrt(sum_d (scale · q)² k²) + |score|. A softcap makes the error of a score smaller, which the size does not show.
     """
     doubt = (queries.square() @ keys.square().mT).sqrt_().add_(scores.abs().masked_fill_(~block.seen, 0.0))
     return doubt.square_().add_(1.0).sqrt_()
@@ -103,7 +103,7 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
 def _alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
     turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
     for block in blocks(workload, rows, q):
-        share, _ = _shares(block, *block.paired(q, k, workload, torch.float64), lse)
+        share, _ = _shares(block, *block.paired(q, k, workload, torch.float64), lse, workload.softcap)
         weight, angle = share.square(), share.clamp_min(torch.finfo(share.dtype).tiny).log2_().mul_(2 * torch.pi)
         turns += torch.stack([(weight * angle.cos()).sum(), (weight * angle.sin()).sum()])
         total += float(weight.sum())
@@ -163,7 +163,7 @@ def _sizes_of_softmax(
     slots = key_slots(keys, k.shape[1], q.device)
     for block in blocks(workload, rows, q):
         queries, block_keys = block.paired(q, k, workload, torch.float64)
-        share, doubt = _shares(block, queries, block_keys, lse)
+        share, doubt = _shares(block, queries, block_keys, lse, workload.softcap)
         dout_block = dout[:, block.index, block.head].double()
         values = block.take(v, workload, torch.float64)
         # dP = dout·v is itself a sum of rounded terms. Kernels take its mean from an out that is already rounded.

@@ -61,7 +61,7 @@ def _rows(workload: Workload, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _keys(workload: Workload, rows: Tensor, batches: int, generator: torch.Generator) -> Tensor | None:
-    values_per_key = batches * workload.num_kv_heads * workload.head_dim
+    values_per_key = batches * workload.num_kv_heads * max(workload.head_dim, workload.value_width)
     count = max(1024, MAX_KEY_VALUES // values_per_key)
     if count >= workload.seq_len:
         return None
