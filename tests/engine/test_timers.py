@@ -135,6 +135,27 @@ def test_a_spacer_hides_launches_unless_the_call_waits_for_it(enqueue_ms, hidden
     assert spacer.ns == pytest.approx(hidden_ms * 1e6)
 
 
+@pytest.mark.parametrize("enqueue_ns", [30_000, 3_000_000])
+def test_calls_share_their_spins_and_each_begins_behind_twice_its_launches(enqueue_ns):
+    spacer, host_ns, spins = Spacer(), 10**9, []
+    gpu_ns = host_ns
+    for _ in range(100):
+        spins.append(spacer.queued(host_ns))
+        gpu_ns = max(gpu_ns, host_ns) + spins[-1]
+        ahead_ns = gpu_ns - host_ns
+        host_ns += enqueue_ns
+        if len(spins) > 1:
+            assert ahead_ns >= 2 * enqueue_ns
+        spacer.adapt(enqueue_ns)
+    assert sum(spins[2:]) <= 1.05 * enqueue_ns * len(spins[2:])
+
+
+def test_after_a_pause_of_the_host_a_call_gets_its_whole_spin():
+    spacer = Spacer()
+    spacer.adapt(2_000_000)
+    assert [spacer.queued(now_ns) for now_ns in (0, 0, 1_000_000, 90_000_000)] == [4_000_000, 20_000, 980_000, 4_000_000]
+
+
 class FakeGpu:
     """Writes down what is queued on it."""
 
