@@ -54,6 +54,11 @@ STAGES: Mapping[str, str] = MappingProxyType(
         "time": "timing",
         "timed_checks": "checks of timed calls",
         "memory": "memory",
+        "diagnostics": "parts of calls over ranks",
+        "release": "release of memory",
+        "ceilings": "measurement of the device's peaks",
+        "waiting": "waiting for the device",
+        "unmeasured": "rows without a time",
     }
 )
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -337,8 +342,8 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def time_spent(record: RunRecord) -> str | None:
-    """What the measured cases took by stage, the longest first, and the rest of the run; None if nothing says."""
-    spent: Counter[str] = Counter()
+    """What the run took by stage, the longest first; None if nothing says."""
+    spent: Counter[str] = Counter(record.wall_ns)
     for row in record.rows:
         if isinstance(row.outcome, Measured):
             spent.update(row.outcome.wall_ns)
