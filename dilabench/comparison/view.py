@@ -21,11 +21,11 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.comparison.pairing import common_timings, pair_many
-from dilabench.comparison.verdicts import decide_stored
+from dilabench.comparison.pairing import common_timings, pair_many, sessions_of
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
-from dilabench.stats.decisions.decide import Policy
+from dilabench.stats.decisions.decide import Policy, decide
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
@@ -370,8 +370,9 @@ def _of_medians(baseline: RowView, candidate: RowView, estimate: Estimate | None
 def _probably_faster(pairs: Sequence[tuple[RowView, RowView]], policy: Policy) -> list[Side | None]:
     """The faster side of each (baseline, candidate) by the rule for sessions at different times; None if undecided."""
     sides: dict[Code, Side] = {Code.SLOWER: "baseline", Code.FASTER: "candidate"}
-    verdicts = decide_stored([([old.timing], [new.timing]) for old, new in pairs], policy)
-    return [sides.get(verdict.code) for verdict in verdicts]
+    sessions = [StoredSessions(sessions_of([old.timing]), sessions_of([new.timing])) for old, new in pairs]
+    estimates = estimate_stored(sessions, default=policy.spread)
+    return [sides.get(decide(estimate, policy).code) for estimate in estimates]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,22 +380,26 @@ class Ranking:
     """Rows that compute the same function of the same inputs, compared.
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `tied`: rows that are not proven slower than the fastest; its median is the smallest of them.
-    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided. `probable`: then all of them
-    are probably slower.
+    `unproven`: rows that are not proven slower than the fastest, whose median is the smallest. `tied`: those of them
+    that are not probably slower either. `too_few_rounds`: all unproven ones shared too few rounds with the fastest.
     """
 
     fastest: Row
     baseline: Row
     speedups: dict[str, float]
+    unproven: tuple[Row, ...]
     tied: tuple[Row, ...]
     too_few_rounds: bool
-    probable: bool
 
     @property
     def proven(self) -> bool:
         """Return True if every other row is proven to be slower by more than the margin."""
-        return not self.tied and len(self.speedups) > 1
+        return not self.unproven and len(self.speedups) > 1
+
+    @property
+    def probable(self) -> bool:
+        """Return True if every other row is at least probably slower, and not all are proven to be."""
+        return bool(self.unproven) and not self.tied
 
 
 def rank(rows: Sequence[Row], device: str) -> Ranking | None:
@@ -426,15 +431,13 @@ def _views(baselines: Sequence[Row], groups: Sequence[Sequence[Row]], device: st
 def _ranking(rows: Sequence[Row], fastest: Row, others: Sequence[Row], views: Sequence[PairView]) -> Ranking:
     compared = zip(others, views, strict=True)
     undecided = [(row, view) for row, view in compared if not view.proven or view.faster != "baseline"]
-    tied = tuple(row for row, _ in undecided)
-    too_few_rounds = bool(undecided) and all(view.too_few_rounds for _, view in undecided)
     baseline = min(rows, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
     baseline_ns = measured_view(baseline).median_ns
     return Ranking(
         fastest=fastest,
         baseline=baseline,
         speedups={row.case.case_id: baseline_ns / measured_view(row).median_ns for row in rows},
-        tied=tied,
-        too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(view.faster == "baseline" for _, view in undecided),
+        unproven=tuple(row for row, _ in undecided),
+        tied=tuple(row for row, view in undecided if view.faster != "baseline"),
+        too_few_rounds=bool(undecided) and all(view.too_few_rounds for _, view in undecided),
     )

@@ -32,7 +32,7 @@ from dilabench.retired import ANY_KIND, removed
 from dilabench.units import counted, format_bytes, format_count, format_seconds
 from dilabench.workload.spec import Workload
 
-ESTIMATES = f"time: the {ESTIMATOR}; speed-up: the quotient of two times"
+ESTIMATES = f"time: the {ESTIMATOR}; speed-up: how many times as fast as the row with 1.00x"
 FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",
