@@ -44,9 +44,6 @@ LEAST_GRADIENT_ERROR, GRADIENT_ULPS, LEAST_OF_GRADIENTS = 1e-3, 16.0, 0.01
 # Values of a gradient, and tokens of a call, below which it may be 0 by chance. Where most weights are 0 or 1, as with
 # a scale of 1, norms of dW of q and k differ by a factor of 1000 between calls over 39 tokens, so no factor is judged.
 LEAST_OF_NORM, LEAST_TOKENS_OF_NORM = 1024, 16
-# Values of a head up to which single rows of out are computed on the host: a hundred operations on so little take less
-# time there than their launches on a GPU. Gradients of keys take passes over all rows.
-HOST_VALUES = 2**20
 # The tolerance of all rows of a first call against a later call on the same inputs.
 REPEATED_ULPS = 16.0
 
@@ -210,9 +207,7 @@ class _Past:
 
     def __init__(self, call: PreparedCall, kept: KeptCall) -> None:
         self.call, self.kept, self.workload = call, kept, call.workload
-        workload, there = call.workload, device_of(call.device).verifies_on
-        few = workload.mode == "forward" and workload.seq_len * workload.head_dim <= HOST_VALUES
-        self.device = torch.device("cpu") if few else there
+        self.device = device_of(call.device).verifies_on
         self.across = call.world if call.world is not None and not call.takes_whole else None
         self._known: dict[tuple[int, int, int], Tensor] = {}
 
