@@ -89,7 +89,8 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class NoteKind:
-    """A kind of note; `unit`: of the observed value and its threshold.
+    """A kind of note; `unit`: of the observed value and its threshold, which readers see after the words `seen` and
+    `limit`.
 
     `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `at_start`: a
     run shows it at its start, for example a busy machine. `kernels`: regular expressions; a kernel of such a row must
@@ -102,6 +103,8 @@ class NoteKind:
     disqualifies: bool = False
     at_start: bool = False
     kernels: tuple[str, ...] = ()
+    seen: str = "seen"
+    limit: str = "limit"
 
     def note(
         self, message: str, *, observed: float | None = None, threshold: float | None = None, hint: str | None = None
@@ -184,7 +187,13 @@ SLOW_RANK = NoteKind("slow_rank", "one rank takes at least twice as long as the 
 UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed separately")
 CHANGED_SETTINGS = NoteKind("changed_settings", "its code changed torch's settings for every other; they were put back")
 TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")
-LAUNCH_BOUND = NoteKind("launch_bound", "the host takes longer to launch a call than the GPU to compute it", "ns")
+LAUNCH_BOUND = NoteKind(
+    "launch_bound",
+    "the host takes longer to launch a call than the GPU to compute it",
+    "ns",
+    seen="host",
+    limit="GPU",
+)
 LAUNCH_EXPOSED = NoteKind("launch_exposed", "launching takes longer than can be hidden: samples hold gaps", "ns")
 NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not flushed; size of one set", "bytes")
 BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
@@ -298,11 +307,17 @@ def refuse_unknown(what: Literal["label", "counter", "note"], keys: Iterable[str
             )
 
 
+def note_figures(note: Note) -> str:
+    """What was observed and its limit, in the note's unit: 'seen 5, limit 20'; empty if it has no figures."""
+    if note.observed is None:
+        return ""
+    kind = NOTES.get(note.code, NoteKind(note.code, ""))
+    shown = _FORMATS[kind.unit]
+    limit = "" if note.threshold is None else f", {kind.limit} {shown(note.threshold)}"
+    return f"{kind.seen} {shown(note.observed)}{limit}"
+
+
 def note_text(note: Note) -> str:
-    """A note as readers see it: its message, what was observed and its limit in the note's unit, what to do."""
-    seen = ""
-    if note.observed is not None:
-        shown = _FORMATS[NOTES[note.code].unit if note.code in NOTES else ""]
-        limit = "" if note.threshold is None else f", limit {shown(note.threshold)}"
-        seen = f" (seen {shown(note.observed)}{limit})"
-    return f"{note.message}{seen}" + (f"; {note.hint}" if note.hint else "")
+    """A note as readers see it: its message, its figures, what to do."""
+    figures = note_figures(note)
+    return note.message + (f" ({figures})" if figures else "") + (f"; {note.hint}" if note.hint else "")

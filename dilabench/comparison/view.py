@@ -5,7 +5,8 @@ for interleaved samples (`stats.samples.location`).
 
 The ratio of two rows is the quotient of their times. Its interval comes from their common rounds, so that drift and
 load cancel (`stats.decisions.paired`). One is proven faster if the interval is beyond the margin of `compare`. Without
-common rounds the ratio proves nothing.
+common rounds the ratio proves nothing: other sessions, and another load after `--resume`, stand between the two. One is
+then probably faster if `compare` would decide so on one session of each.
 """
 
 import weakref
@@ -20,11 +21,13 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.comparison.pairing import common_timings, pair_many
+from dilabench.comparison.pairing import common_timings, pair_many, sessions_of
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
-from dilabench.stats.decisions.decide import Policy
+from dilabench.stats.decisions.decide import Policy, decide
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.paired import Estimate, estimate_many
+from dilabench.stats.decisions.verdicts import Code
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.lower_bounds import least_bytes
@@ -254,8 +257,9 @@ class PairView:
 
     `ratio`: of their medians. `interval`: of the ratio, from their common rounds; None if fewer than five.
     `session_log_ratios`: ln(ratio) by session. `faster`: the side with the smaller time; None if undecided. `proven`:
-    the interval lies beyond the margin of `compare`. Without such rounds `faster` is only probable: the intervals of
-    the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
+    the interval lies beyond the margin of `compare`. Without such rounds `faster` is only probable: the times differ by
+    more than sessions of identical code do. `too_few_rounds`: the common rounds are too few or too disturbed for a
+    proof.
     """
 
     ratio: float
@@ -281,11 +285,14 @@ def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
     # Rows are hashed by their samples, which takes longer.
     rows = {id(row): row for both in pairs for row in both}
     views = {key: measured_view(row) for key, row in rows.items()}
+    sides = [(views[id(old)], views[id(new)]) for old, new in pairs]
+    apart = [both for both, known in zip(sides, estimated, strict=True) if known.interval is None]
+    faster = iter(_probably_faster(apart, policy))
     return [
-        _of_medians(views[id(old)], views[id(new)])
-        if known.estimate is None
-        else _of_rounds(views[id(old)], views[id(new)], known.estimate, known.throttled, policy)
-        for (old, new), known in zip(pairs, estimated, strict=True)
+        _of_rounds(known.estimate, known.interval, policy)
+        if known.estimate is not None and known.interval is not None
+        else _of_medians(*both, known.estimate, next(faster))
+        for both, known in zip(sides, estimated, strict=True)
     ]
 
 
@@ -295,6 +302,11 @@ class _Estimated:
 
     estimate: Estimate | None = None
     throttled: bool = False
+
+    @property
+    def interval(self) -> Interval | None:
+        """Of ln(ratio); None if the rounds are too few or too disturbed."""
+        return None if self.estimate is None or self.throttled else self.estimate.interval
 
 
 # As for `_LOCATIONS`: ranking, answer and findings compare the same rows.
@@ -329,47 +341,38 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
     return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
 
 
-def _of_rounds(baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
-    interval = None if throttled else estimate.interval
-    if interval is None:
-        faster = disjoint(baseline, candidate)
-    else:
-        margin = log1p(policy.margin(estimate.typical_ns))
-        faster = "baseline" if interval.low > margin else "candidate" if interval.high < -margin else None
+def _of_rounds(estimate: Estimate, interval: Interval, policy: Policy) -> PairView:
+    margin = log1p(policy.margin(estimate.typical_ns))
+    faster: Side | None = "baseline" if interval.low > margin else "candidate" if interval.high < -margin else None
     return PairView(
         ratio=estimate.ratio,
-        interval=interval and interval.as_ratio(),
+        interval=interval.as_ratio(),
         session_log_ratios=estimate.session_log_ratios,
         faster=faster,
-        proven=faster is not None and interval is not None,
-        too_few_rounds=interval is None,
+        proven=faster is not None,
+        too_few_rounds=False,
     )
 
 
-def _of_medians(baseline: RowView, candidate: RowView) -> PairView:
-    """Compare two rows that were never interleaved, which proves nothing."""
-    ratio = candidate.median_ns / baseline.median_ns
+def _of_medians(baseline: RowView, candidate: RowView, estimate: Estimate | None, faster: Side | None) -> PairView:
+    """Compare two rows with too few common rounds or none, which proves nothing."""
+    ratio = candidate.median_ns / baseline.median_ns if estimate is None else estimate.ratio
     return PairView(
         ratio=ratio,
         interval=None,
-        session_log_ratios=(log(ratio),),
-        faster=disjoint(baseline, candidate),
+        session_log_ratios=(log(ratio),) if estimate is None else estimate.session_log_ratios,
+        faster=faster,
         proven=False,
         too_few_rounds=True,
     )
 
 
-def disjoint(baseline: RowView, candidate: RowView) -> Side | None:
-    """The side with the smaller median if the intervals of the two do not overlap."""
-    (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
-    return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
-
-
-def _reach(view: RowView) -> tuple[float, float]:
-    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
-    if view.interval:
-        return view.interval.low, view.interval.high
-    return min(view.timing.samples_ns), max(view.timing.samples_ns)
+def _probably_faster(pairs: Sequence[tuple[RowView, RowView]], policy: Policy) -> list[Side | None]:
+    """The faster side of each (baseline, candidate) by the rule for sessions at different times; None if undecided."""
+    sides: dict[Code, Side] = {Code.SLOWER: "baseline", Code.FASTER: "candidate"}
+    sessions = [StoredSessions(sessions_of([old.timing]), sessions_of([new.timing])) for old, new in pairs]
+    estimates = estimate_stored(sessions, default=policy.spread)
+    return [sides.get(decide(estimate, policy).code) for estimate in estimates]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,22 +380,26 @@ class Ranking:
     """Rows that compute the same function of the same inputs, compared.
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `tied`: rows that are not proven slower than the fastest; its median is the smallest of them.
-    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided. `probable`: then the intervals
-    of their medians do not overlap its own.
+    `unproven`: rows that are not proven slower than the fastest, whose median is the smallest. `tied`: those of them
+    that are not probably slower either. `too_few_rounds`: all unproven ones shared too few rounds with the fastest.
     """
 
     fastest: Row
     baseline: Row
     speedups: dict[str, float]
+    unproven: tuple[Row, ...]
     tied: tuple[Row, ...]
     too_few_rounds: bool
-    probable: bool
 
     @property
     def proven(self) -> bool:
         """Return True if every other row is proven to be slower by more than the margin."""
-        return not self.tied and len(self.speedups) > 1
+        return not self.unproven and len(self.speedups) > 1
+
+    @property
+    def probable(self) -> bool:
+        """Return True if every other row is at least probably slower, and not all are proven to be."""
+        return bool(self.unproven) and not self.tied
 
 
 def rank(rows: Sequence[Row], device: str) -> Ranking | None:
@@ -424,15 +431,13 @@ def _views(baselines: Sequence[Row], groups: Sequence[Sequence[Row]], device: st
 def _ranking(rows: Sequence[Row], fastest: Row, others: Sequence[Row], views: Sequence[PairView]) -> Ranking:
     compared = zip(others, views, strict=True)
     undecided = [(row, view) for row, view in compared if not view.proven or view.faster != "baseline"]
-    tied = tuple(row for row, _ in undecided)
-    too_few_rounds = bool(undecided) and all(view.too_few_rounds for _, view in undecided)
     baseline = min(rows, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
-    baseline_ns, best = measured_view(baseline).median_ns, measured_view(fastest)
+    baseline_ns = measured_view(baseline).median_ns
     return Ranking(
         fastest=fastest,
         baseline=baseline,
         speedups={row.case.case_id: baseline_ns / measured_view(row).median_ns for row in rows},
-        tied=tied,
-        too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(disjoint(best, measured_view(row)) == "baseline" for row in tied),
+        unproven=tuple(row for row, _ in undecided),
+        tied=tuple(row for row, view in undecided if view.faster != "baseline"),
+        too_few_rounds=bool(undecided) and all(view.too_few_rounds for _, view in undecided),
     )

@@ -1,8 +1,10 @@
 """Sends commands about cases to their workers; failures become the outcome of a case. No torch."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
@@ -31,7 +33,7 @@ class CaseExecutor:
 
     `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`: it decides
     which built-ins all rows are compared with; None: no such comparison. `patience_s`: seconds that a worker may take
-    for an answer, independent of the fair share of its case.
+    for an answer, independent of the fair share of its case. `wall_ns`: time that no measured case took, by stage.
     """
 
     catalogue: Catalogue
@@ -46,21 +48,30 @@ class CaseExecutor:
     next_round: int = 0
     machine: Machine | None = None
     patience_s: float = 0.0
+    wall_ns: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def spending(self, wall_ns: Counter[str], stage: str) -> Iterator[None]:
+        """Add the time inside to a stage of a case, or of the run."""
+        started = self.budget.clock()
+        try:
+            yield
+        finally:
+            wall_ns[stage] += round((self.budget.clock() - started) * 1e9)
 
     def prepare(self, state: CaseState) -> bool:
         """Build the case in a live worker; False if that ended the case."""
         if self.budget.exhausted:
             state.outcome = self.budget_skip("before its turn")
             return False
-        started = self.budget.clock()
         try:
-            worker = self.pool.resident(state.key)
+            with self.spending(state.wall_ns, "worker"):
+                worker = self.pool.resident(state.key)
         except WorkerFailure as failure:
             self.fail(state, "worker", failure)
             return False
         if state.home is worker:
             return True
-        state.spent("worker", self.budget.clock() - started)
         first_time = state.home is None
         state.home, state.warm = worker, set()
         prepared = self.prepare_in(worker, state, "build")
@@ -138,17 +149,15 @@ class CaseExecutor:
     def ask_worker(self, worker: Worker, state: CaseState, stage: Stage, command: Command[ReplyT]) -> ReplyT | None:
         """The same to a given worker."""
         timeout_s = self.stage_timeout_s(state)
-        started = self.budget.clock()
         try:
-            reply = worker.ask(command, state.spec.handle, timeout_s=timeout_s)
+            with self.spending(state.wall_ns, stage):
+                reply = worker.ask(command, state.spec.handle, timeout_s=timeout_s)
         except WorkerFailure as failure:
             if failure.code == "timeout" and timeout_s < self._least_s:
                 state.outcome = self.budget_skip(f"during its stage {stage!r}")
             else:
                 self.fail(state, stage, failure)
             return None
-        finally:
-            state.spent(stage, self.budget.clock() - started)
         # Each rank has a process.
         if reply.process_bytes is not None and state.case.world_size == 1:
             state.process_bytes = max(state.process_bytes or 0, reply.process_bytes)
@@ -158,14 +167,16 @@ class CaseExecutor:
         """The parts of a call over ranks, timed interleaved. Raises WorkerFailure, which does not fail the case."""
         assert state.home is not None
         command = Diagnose(timer=self.method.timer, turns=turns)
-        return state.home.ask(command, state.spec.handle, timeout_s=self.stage_timeout_s(state)).diagnostics
+        with self.spending(state.wall_ns, "diagnostics"):
+            return state.home.ask(command, state.spec.handle, timeout_s=self.stage_timeout_s(state)).diagnostics
 
     def release(self, state: CaseState) -> None:
         """Free the memory of the case in its worker; a worker that fails to do so is ended."""
         if state.home is None or not state.home.alive:
             return
         try:
-            state.home.ask(Release(), state.spec.handle, timeout_s=self.stage_timeout_s(state))
+            with self.spending(state.wall_ns, "release"):
+                state.home.ask(Release(), state.spec.handle, timeout_s=self.stage_timeout_s(state))
         except WorkerFailure:
             state.home.kill()
 

@@ -64,11 +64,12 @@ class TimerRun:
 class CaseState:
     """One case of a group. `outcome` is set as soon as it is known to end in no measurement.
 
-    `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
-    another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
-    the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
-    budget. `timed`: its samples are complete. `dropped`: samples of processes that ended before their timed calls were
-    checked. `disturbed`: the clock of its worker was wrong, which any case of that worker may have caused.
+    `launch_ns`: what the host took to launch a call of the latest slot. `home` is the worker that has it prepared,
+    `warm` the timers that are warmed up there. When the worker dies with another case, this one is prepared again
+    elsewhere and a new session begins. `least`: the samples that it got before the other cases of its length, which
+    count if there is no time for more; `exceeded_s`: by how much they exceeded the budget. `timed`: its samples are
+    complete. `dropped`: samples of processes that ended before their timed calls were checked. `disturbed`: the clock
+    of its worker was wrong, which any case of that worker may have caused.
     """
 
     planned: PlannedCase
@@ -78,6 +79,7 @@ class CaseState:
     warm: set[str] = field(default_factory=set)
     session: int = 0
     call_ns: int = 1
+    launch_ns: int = 0
     isolated: bool = False
     disturbed: bool = False
     setup_ns: dict[str, int] = field(default_factory=dict)
@@ -109,10 +111,6 @@ class CaseState:
     def add_notes(self, notes: Iterable[Note]) -> None:
         """Keep notes that are not there yet."""
         self.notes += [note for note in notes if note not in self.notes]
-
-    def spent(self, stage: str, seconds: float) -> None:
-        """So much more of the run's time went into a stage of the case."""
-        self.wall_ns[stage] += round(seconds * 1e9)
 
     def run_of(self, timer: TimerSpec) -> TimerRun:
         """The record of a timer, empty at first."""

@@ -1,6 +1,7 @@
 """One case in separate processes, from planned to row: a sequence that may not fit. No torch."""
 
 import time
+from collections import Counter
 from math import inf
 
 import psutil
@@ -54,7 +55,12 @@ class IsolatedRun:
         else:
             # Cases before this one may still be prepared in their workers.
             executor.pool.close()
-            outcome = self._in_worker()
+            spent: Counter[str] = Counter()
+            with executor.spending(spent, "unmeasured"):
+                outcome = self._in_worker()
+            if isinstance(outcome, Measured):
+                spent = Counter(worker=spent.total() - sum(outcome.wall_ns.values()))
+            executor.wall_ns.update(spent)
         executor.budget.done(self._planned.case)
         return Row(planned=self._planned, outcome=outcome)
 

@@ -15,8 +15,8 @@ MIN_TURNS = 3
 # With a given number of samples, only the budget ends sampling earlier.
 UNLIMITED_S = 1e9
 # For a suite with less sampling: verification has already called each case, so a tenth of the sampling time suffices
-# for the warm-up, or a third at most on devices that need more. 1.5 times the fewest rounds for an interval
-# (measurement.md 5.1) are enough.
+# for the warm-up, or a third at most on devices that need more. 1.5 times the usual rounds (measurement.md 5.1) are
+# enough.
 SHORT_WARM_UP, MOST_WARM_UP, SHORT_ROUNDS = 0.1, 1 / 3, 1.5
 
 
@@ -24,7 +24,9 @@ class Method(Model):
     """How a case is timed.
 
     `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more. `precision`:
-    relative half width of the median's interval to stop at. `max_turns`: largest number of rounds for the parts of a
+    relative half width of the median's interval to stop at, after `min_rounds`: ten are the fewest of which an interval
+    of 95 % can leave out the extremes. `usual_rounds`: of slots that are sized so that the time does for them.
+    `max_turns`: largest number of rounds for the parts of a
     call over ranks; 0: none. `far_slower`: a case is skipped if one call takes this many times as long as that of a
     verified case.
     """
@@ -34,7 +36,8 @@ class Method(Model):
     warm_up: WarmUpLimits
     precision: float
     min_samples: int = 5
-    min_rounds: int = 20
+    min_rounds: int = 10
+    usual_rounds: int = 20
     max_rounds: int = 100
     slot_ns: int = 10_000_000
     max_slot_samples: int = 20
@@ -118,7 +121,7 @@ def _shortened(method: Method, sampling_s: float) -> Method:
     limits = method.warm_up
     least = min(limits.min_s, MOST_WARM_UP * sampling_s)
     longest = max(least, min(limits.max_s, SHORT_WARM_UP * sampling_s))
-    rounds = min(method.max_rounds, max(1, round(SHORT_ROUNDS * method.min_rounds)))
+    rounds = min(method.max_rounds, max(1, round(SHORT_ROUNDS * method.usual_rounds)))
     changes = {
         "sampling_s": sampling_s,
         "warm_up": limits.model_copy(update={"min_s": least, "max_s": longest}),

@@ -66,12 +66,15 @@ class Rounds:
         return {id(state): self.slot_samples(state, share_s / len(running)) for state in running}
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
-        """Samples per slot: about 10 ms, 5 to 20 samples; fewer if `min_rounds` of such slots exceed the share."""
+        """Samples per slot: about 10 ms, 5 to 20 samples; fewer if `usual_rounds` of such slots exceed the share. Where
+        launches take longer than calls, they are what a sample takes.
+        """
         method = self._executor.method
         if method.max_rounds == 1:
             return method.min_samples
-        wanted = min(method.max_slot_samples, max(MIN_SLOT_SAMPLES, method.slot_ns // state.call_ns))
-        affordable = share_s * 1e9 / (method.min_rounds * state.call_ns)
+        sample_ns = max(state.call_ns, state.launch_ns)
+        wanted = min(method.max_slot_samples, max(MIN_SLOT_SAMPLES, method.slot_ns // sample_ns))
+        affordable = share_s * 1e9 / (method.usual_rounds * sample_ns)
         return max(1, int(min(wanted, affordable)))
 
     def _turn(self, state: CaseState, timer: TimerSpec, count: int, position: int, is_last: bool) -> None:
@@ -102,6 +105,7 @@ class Rounds:
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))
         state.call_ns = max(1, min(state.call_ns, *reply.slot.samples_ns))
+        state.launch_ns = round(median(reply.slot.enqueue_ns or (0,)))
         run.notes, state.counters = reply.notes, reply.counters
         executor.progress.slot_done(state.case, round_index)
         if reply.verification is not None:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain
@@ -28,7 +29,7 @@ from dilabench.machine import Machine
 from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import case_expected_s
-from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
+from dilabench.record import Case, Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
@@ -149,7 +150,9 @@ class _Run:
         status, started = "failed", False
         try:
             warm_server()
-            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
+            with ExitStack() as stack:
+                with self._spending("waiting"):
+                    stack.enter_context(device_lock(self.machine, header.run_id, self.progress, gpus=gpus))
                 # Waiting for another run to release the device does not count against the budget.
                 remove_left_over()
                 self.executor.budget.start()
@@ -196,8 +199,12 @@ class _Run:
                 "status": status,
                 "finished_at": finished_at,
                 "rows": rows,
+                "wall_ns": self.executor.wall_ns,
             }
         )
+
+    def _spending(self, stage: str) -> AbstractContextManager[None]:
+        return self.executor.spending(self.executor.wall_ns, stage)
 
     def _measure_all(self, follow_up: FollowUp | None) -> None:
         while True:
@@ -300,8 +307,9 @@ class _Run:
         if not running or matmul_key(running[0].workload.dtype) in self.ceilings:
             return
         try:
-            worker = self.executor.pool.resident(worker_key(running[0], self.executor.catalogue))
-            self.ceilings = {**_measured_ceilings(worker, [running[0].workload.dtype]), **self.ceilings}
+            worker = self._worker_of(running[0])
+            with self._spending("ceilings"):
+                self.ceilings = {**_measured_ceilings(worker, [running[0].workload.dtype]), **self.ceilings}
         except WorkerFailure:
             return
 
@@ -313,13 +321,18 @@ class _Run:
             return False
         key, _, _ = worker_key(row.case, self.executor.catalogue).partition("@")
         try:
-            with self.executor.pool.fresh(key) as worker:
+            with self._spending("ceilings"), self.executor.pool.fresh(key) as worker:
                 again = _measured_ceilings(worker, [row.case.workload.dtype])
         except WorkerFailure:
             return False
         before, self.ceilings = self.ceilings, {**self.ceilings, **_higher(self.ceilings, again)}
         self.confirmed = self.ceilings == before
         return not self.confirmed
+
+    def _worker_of(self, case: Case) -> Worker:
+        """The resident worker of a case. Raises WorkerFailure."""
+        with self._spending("worker"):
+            return self.executor.pool.resident(worker_key(case, self.executor.catalogue))
 
     def _in_order(self) -> Iterator[Row]:
         """Rows in the order planned; rows of an earlier part that are no longer planned come last."""
@@ -333,10 +346,11 @@ class _Run:
             return header
         dtypes = sorted({case.case.workload.dtype for case in waiting})
         try:
-            worker = self.executor.pool.resident(worker_key(waiting[0].case, self.executor.catalogue))
+            worker = self._worker_of(waiting[0].case)
             environment = with_torch(header.environment, self.machine, worker.hello.torch)
             header = header.model_copy(update={"environment": environment})
-            self.ceilings = {**self.ceilings, **_measured_ceilings(worker, dtypes)}
+            with self._spending("ceilings"):
+                self.ceilings = {**self.ceilings, **_measured_ceilings(worker, dtypes)}
         except WorkerFailure:
             # If no worker starts, the row of each case says so.
             return header

@@ -25,7 +25,7 @@ from dilabench.metadata import (
     TIMER_UNUSABLE,
     UNDIAGNOSED,
 )
-from dilabench.record import Failed, FailureCode, Note, PlannedCase, Row, Skipped, Verification
+from dilabench.record import Failed, FailureCode, Measured, Note, PlannedCase, Row, Skipped, Verification
 from dilabench.units import counted, format_seconds
 
 GRAPH_ROUNDS = 10
@@ -369,7 +369,10 @@ class WorkloadGroupRun:
         if state.least and isinstance(state.outcome, Skipped) and state.outcome.code == "budget":
             self._take_least(state)
         self._executor.budget.done(state.case)
-        return state.row()
+        row = state.row()
+        if not isinstance(row.outcome, Measured):
+            self._executor.wall_ns["unmeasured"] += state.wall_ns.total()
+        return row
 
 
 def _samples(runs: Mapping[str, TimerRun]) -> int:

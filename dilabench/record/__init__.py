@@ -359,13 +359,15 @@ class RunHeader(Model):
 class RunRecord(RunHeader):
     """A whole run: header, rows and how it ended.
 
-    digest: of the text before it in run.json, None elsewhere; records that say the same are equal whatever it is.
+    wall_ns: what the run spent besides its measured rows, by stage. digest: of the text before it in run.json, None
+    elsewhere; records that say the same are equal whatever it is.
     """
 
     status: Literal["complete", "interrupted", "failed"] = "complete"
     finished_at: str | None = None
     rows: Several[Row] = ()
     projections: Several[dict[str, Any]] = ()
+    wall_ns: dict[str, int] = Field(default_factory=dict)
     digest: str | None = None
 
     @property

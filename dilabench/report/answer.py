@@ -2,7 +2,7 @@
 
 One rule decides on rivals, full attention and one device (`comparison.view`). "Faster" means proven: the 95 % interval
 of the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
-two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
+two shared too few rounds or none, and differ by more than sessions of identical code do. Otherwise rows are tied.
 """
 
 from collections import Counter

@@ -8,14 +8,14 @@ a speed-up exists only inside a section, against the plain method or else the se
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
 
 from dilabench.comparison.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.machine import device_named
-from dilabench.metadata import NOTES, note_text
+from dilabench.metadata import NOTES, note_figures, note_text
 from dilabench.record import (
     ESTIMATOR,
     Case,
@@ -32,7 +32,7 @@ from dilabench.retired import ANY_KIND, removed
 from dilabench.units import counted, format_bytes, format_count, format_seconds
 from dilabench.workload.spec import Workload
 
-ESTIMATES = f"time: the {ESTIMATOR}; speed-up: the quotient of two times"
+ESTIMATES = f"time: the {ESTIMATOR}; speed-up: how many times as fast as the row with 1.00x"
 FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",
@@ -54,6 +54,11 @@ STAGES: Mapping[str, str] = MappingProxyType(
         "time": "timing",
         "timed_checks": "checks of timed calls",
         "memory": "memory",
+        "diagnostics": "parts of calls over ranks",
+        "release": "release of memory",
+        "ceilings": "measurement of the device's peaks",
+        "waiting": "waiting for the device",
+        "unmeasured": "rows without a time",
     }
 )
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -276,41 +281,61 @@ def _gathered(labels: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteGroup:
-    """The notes of one kind: its meaning, the texts of all its rows, and advice.
+    """The notes of one kind: its meaning, how many rows have one, and advice.
 
+    `texts`: the lines of each note; rows whose notes differ in figures only share one, with a line for each workload.
     `brief`: one line for all of them. `severe`: the times of these rows cannot be true.
     """
 
     meaning: str
-    texts: tuple[str, ...]
+    count: int
+    texts: tuple[tuple[str, ...], ...]
     hint: str | None
     severe: bool
 
     @property
     def brief(self) -> str:
         """The note itself if it is the only one, else the number of rows and the meaning of its kind."""
-        if len(self.texts) == 1:
-            return self.texts[0]
-        return f"{len(self.texts)} rows: {self.meaning}" + (f"; {self.hint}" if self.hint else "")
+        if self.count == 1:
+            return self.texts[0][0]
+        return f"{self.count} rows: {self.meaning}" + (f"; {self.hint}" if self.hint else "")
 
 
 def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
     """The warnings on measured rows by kind, the severe ones first, then by number."""
-    found: dict[str, list[tuple[Note, str]]] = {}
+    kinds: dict[str, list[tuple[Row, Note]]] = {}
     for row in record.rows:
         for note in getattr(row.outcome, "notes", ()):
-            text = f"{row_name(row)}, {row.case.workload.label()}: {note_text(note)}"
-            found.setdefault(note.code, []).append((note, text))
+            kinds.setdefault(note.code, []).append((row, note))
     groups = [
         NoteGroup(
-            meaning=NOTES[code].meaning if code in NOTES else notes[0][0].message,
-            texts=tuple(text for _, text in notes),
-            hint=hints.pop() if len(hints := {note.hint for note, _ in notes}) == 1 else None,
+            meaning=NOTES[code].meaning if code in NOTES else notes[0][1].message,
+            count=len(notes),
+            texts=tuple(_note_texts(notes)),
+            hint=hints.pop() if len(hints := {note.hint for _, note in notes}) == 1 else None,
             severe=code in NOTES and NOTES[code].disqualifies,
         )
-        for code, notes in found.items()
+        for code, notes in kinds.items()
     ]
-    return tuple(sorted(groups, key=lambda group: (not group.severe, -len(group.texts))))
+    return tuple(sorted(groups, key=lambda group: (not group.severe, -group.count)))
+
+
+def _note_texts(notes: Iterable[tuple[Row, Note]]) -> Iterator[tuple[str, ...]]:
+    alike: dict[tuple[str, str | None], list[tuple[Row, Note]]] = {}
+    for row, note in notes:
+        alike.setdefault((note.message, note.hint), []).append((row, note))
+    for (message, hint), of_rows in alike.items():
+        if len(of_rows) == 1:
+            ((row, note),) = of_rows
+            yield (f"{row_name(row)}, {row.case.workload.label()}: {note_text(note)}",)
+            continue
+        workloads: dict[str, list[str]] = {}
+        for row, note in of_rows:
+            figures = note_figures(note)
+            name = row_name(row) + (f" ({figures})" if figures else "")
+            workloads.setdefault(row.case.workload.label(), []).append(name)
+        head = f"{len(of_rows)} rows: {message}" + (f"; {hint}" if hint else "")
+        yield head, *(f"{label}: {', '.join(names)}" for label, names in workloads.items())
 
 
 def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
@@ -337,8 +362,8 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def time_spent(record: RunRecord) -> str | None:
-    """What the measured cases took by stage, the longest first, and the rest of the run; None if nothing says."""
-    spent: Counter[str] = Counter()
+    """What the run took by stage, the longest first; None if nothing says."""
+    spent: Counter[str] = Counter(record.wall_ns)
     for row in record.rows:
         if isinstance(row.outcome, Measured):
             spent.update(row.outcome.wall_ns)

@@ -220,7 +220,7 @@ def _entries(rows: Sequence[Row], record: RunRecord) -> Iterator[Entry]:
     while left:
         ranking = rank(left, record.device)
         assert ranking is not None
-        sharing = (ranking.fastest, *ranking.tied)
+        sharing = (ranking.fastest, *ranking.unproven)
         for row in sharing:
             view, command = measured_view(row), row_command(row, record)
             yield Entry(

@@ -112,9 +112,11 @@ def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "
 def _notes(group: NoteGroup) -> Iterator[str]:
     """One line for the notes of a kind; notes of several rows are folded below it."""
     yield from ("", f"- {escaped(group.brief)}")
-    if len(group.texts) > 1:
+    if group.count > 1:
         yield from ("", "  <details><summary>all rows</summary>", "")
-        yield from (f"  - {escaped(text)}" for text in group.texts)
+        for head, *lines in group.texts:
+            yield f"  - {escaped(head)}"
+            yield from (f"    - {escaped(line)}" for line in lines)
         yield from ("", "  </details>")
 
 

@@ -207,9 +207,10 @@ def _note_texts(record: RunRecord, details: bool) -> Iterator[Text]:
     folded = False
     for group in note_groups(record):
         full = details or group.severe
-        folded = folded or not (full or len(group.texts) == 1)
-        for text in group.texts if full else [group.brief]:
-            yield Text(f"note: {text}", style="yellow")
+        folded = folded or not (full or group.count == 1)
+        for head, *lines in group.texts if full else [(group.brief,)]:
+            yield Text(f"note: {head}", style="yellow")
+            yield from (Text(f"  {line}", style="yellow") for line in lines)
     if folded:
         yield Text(f"All notes: {DETAILS_HINT}", style="dim")
 

@@ -171,7 +171,7 @@ def _standing(rows: Sequence[Row], device: str) -> Standing | None:
     return Standing(
         rows=tuple(ordered),
         ratios=tuple(view.ratio for view in views),
-        tied=frozenset(str(row.case.backend) for row in ranking.tied),
+        tied=frozenset(str(row.case.backend) for row in ranking.unproven),
     )
 
 

@@ -135,6 +135,32 @@ def test_a_spacer_hides_launches_unless_the_call_waits_for_it(enqueue_ms, hidden
     assert spacer.ns == pytest.approx(hidden_ms * 1e6)
 
 
+@pytest.mark.parametrize("enqueue_ns", [30_000, 3_000_000])
+def test_calls_share_their_spins_and_each_begins_behind_twice_its_launches(enqueue_ns):
+    spacer, host_ns, spins = Spacer(), 10**9, []
+    gpu_ns = host_ns
+    for _ in range(100):
+        spins.append(spacer.queued(host_ns))
+        gpu_ns = max(gpu_ns, host_ns) + spins[-1]
+        ahead_ns = gpu_ns - host_ns
+        host_ns += enqueue_ns
+        if len(spins) > 1:
+            assert ahead_ns >= 2 * enqueue_ns
+        spacer.adapt(enqueue_ns)
+    assert sum(spins[2:]) <= 1.05 * enqueue_ns * len(spins[2:])
+
+
+def test_after_a_pause_of_the_host_a_call_gets_its_whole_spin():
+    spacer = Spacer()
+    spacer.adapt(2_000_000)
+    assert [spacer.queued(now_ns) for now_ns in (0, 0, 1_000_000, 90_000_000)] == [
+        4_000_000,
+        20_000,
+        980_000,
+        4_000_000,
+    ]
+
+
 class FakeGpu:
     """Writes down what is queued on it."""
 
@@ -169,7 +195,7 @@ def test_methods_name_their_timers(catalogue):
     usual, shorter = (choose_method("warmup", "cpu", catalogue, sampling_s=one) for one in (None, 0.5))
     assert shorter.sampling_s == 0.5
     assert shorter.warm_up.max_s == 0.05 < usual.warm_up.max_s
-    assert usual.max_rounds > shorter.max_rounds > shorter.min_rounds == usual.min_rounds, "intervals need their turns"
+    assert usual.max_rounds > shorter.max_rounds > shorter.usual_rounds == usual.usual_rounds > usual.min_rounds
     on_gpu = [choose_method("warmup", "cuda", catalogue, sampling_s=one).warm_up for one in (None, 1.0, 0.3)]
     assert [one.min_s for one in on_gpu] == [0.3, 0.3, pytest.approx(0.1)]
     assert choose_method("warmup", "cuda", catalogue, far_slower=3.0).graph_timer is None

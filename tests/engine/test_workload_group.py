@@ -42,12 +42,13 @@ class Lab:
         self.script = script or {}
         self.build_s = build_s or {}
         self.call_ns = call_ns
+        self.launch_ns = 0
         self.asked, self.timeouts_s = [], {}
         self.started = Counter()
         self.homes = {}
         self.now = 0.0
         self.slept = []
-        self.verify_s = 0.0
+        self.verify_s = self.release_s = 0.0
         # The slots in which a timed call is checked.
         self.checking = ("last_slot",)
 
@@ -102,11 +103,13 @@ class FakeWorker:
 
     def usual(self, kind, command):
         right = Verification(checks=(Check(name="out", passed=True),))
-        self.lab.now += self.lab.verify_s * (kind == "verify")
+        self.lab.now += {"verify": self.lab.verify_s, "release": self.lab.release_s}.get(kind, 0.0)
         if kind in SLOTS:
             self.lab.now += command.count * self.lab.call_ns * 1e-9
             checked = right.model_copy(update={"timed_calls": 1}) if kind in self.lab.checking else None
-            return Sampled(slot=Slot(samples_ns=(self.lab.call_ns,) * command.count), verification=checked)
+            launches = (self.lab.launch_ns,) * command.count if self.lab.launch_ns else ()
+            slot = Slot(samples_ns=(self.lab.call_ns,) * command.count, enqueue_ns=launches)
+            return Sampled(slot=slot, verification=checked)
         return {
             "prepare": Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns),
             "verify": Verified(verification=right),
@@ -140,6 +143,7 @@ def measure(dense_case):
             progress=Silent(),
             sleep=lab.slept.append,
         )
+        lab.executor = executor
         rows = {} if kept is None else kept
         group = WorkloadGroupRun(executor, planned)
         try:
@@ -165,14 +169,28 @@ def test_the_stages_come_in_order(measure):
     assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "last_slot", "memory", "release"]
 
 
-def test_a_row_says_how_its_time_was_spent(measure):
-    lab = Lab()
-    lab.verify_s = 2.0
-    rows = measure(["a", "b"], lab)
+def test_rows_and_the_run_say_how_all_of_the_time_was_spent(measure):
+    wrong = Verification(checks=(Check(name="out", passed=False),))
+    lab = Lab({("c", "verify"): [Verified(verification=wrong)]}, build_s={"c": 1.0})
+    lab.verify_s, lab.release_s = 2.0, 0.5
+    rows = measure(["a", "b", "c"], lab)
     spent = [rows[name].wall_ns for name in "ab"]
-    assert spent[0].keys() == {"worker", "build", "verify", "kernels", "warmup", "time", "timed_checks", "memory"}
-    assert [wall_ns["verify"] for wall_ns in spent] == [2_000_000_000] * 2
-    assert sum(sum(wall_ns.values()) for wall_ns in spent) == pytest.approx(lab.now * 1e9)
+    stages = {"worker", "build", "verify", "kernels", "warmup", "time", "timed_checks", "memory", "release"}
+    assert spent[0].keys() == stages
+    assert [(wall_ns["verify"], wall_ns["release"]) for wall_ns in spent] == [(2_000_000_000, 500_000_000)] * 2
+    assert lab.executor.wall_ns == {"unmeasured": pytest.approx(1.5e9)}
+    assert sum(wall_ns.total() for wall_ns in map(Counter, [*spent, lab.executor.wall_ns])) == pytest.approx(
+        lab.now * 1e9
+    )
+
+
+def test_slots_of_calls_that_launch_slowly_are_short(measure):
+    """The GPU waits for the host: 20 samples of 0.2 ms behind 3 ms of launches take 60 ms, not the 10 ms of a slot."""
+    lab = Lab(call_ns=200_000)
+    lab.launch_ns = 3_000_000
+    found = measure(["a"], lab, recheck=False)
+    lengths = [len(slot.samples_ns) for slot in found["a"].timings[0].slots]
+    assert (lengths[0], set(lengths[1:])) == (20, {5})
 
 
 def test_rounds_interleave_all_of_the_cell_in_random_order(measure):

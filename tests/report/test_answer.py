@@ -154,6 +154,29 @@ def test_one_rule_decides_on_every_comparison(row, record, kind, ratio, common, 
     assert VERDICTS[kind](answer(whole, axis).rows, text) == (proven, probable)
 
 
+@pytest.mark.parametrize(
+    ("device", "ratio", "spread", "winner"),
+    [
+        ("cpu", 1.1, 0.002, "tie: fused, gather"),
+        ("cuda", 1.1, 0.002, "tie: fused, gather"),
+        ("cuda", 1.2, 0.002, "probably fused"),
+        ("cpu", 1.5, 0.002, "probably fused"),
+        # Under a load the slots of a row vary, too.
+        ("cpu", 1.5, 0.4, "tie: fused, gather"),
+        ("cpu", 8.0, 0.4, "probably fused"),
+    ],
+)
+def test_rows_of_both_parts_of_a_resumed_run_may_be_apart_as_sessions_are(
+    make_row, make_record, device, ratio, spread, winner
+) -> None:
+    rows = [
+        make_row(name, ns=1e7 * times, spread=spread, samples=1, backend=None, pattern=DILATED, seq_len=1024)
+        for name, times in (("fused", 1.0), ("gather", ratio))
+    ]
+    (line,) = answer(make_record(rows, device=device), LENGTH).rows
+    assert (line.winner, line.ranking.proven) == (winner, False)
+
+
 def test_what_was_measured_separately_is_said_to_be_only_probable(row, record) -> None:
     rows = [row("fused", 1), row("gather", 2, turn=1), row("dense", 3, role="yardstick")]
     found = answer(record(*rows), LENGTH)

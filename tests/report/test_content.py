@@ -6,6 +6,7 @@ import pytest
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
+from dilabench.report.columns import row_name
 from dilabench.report.content import environment_rows, headline, note_groups, reproduce_command, time_spent, unmeasured
 from dilabench.report.findings import render
 from dilabench.store.run_files import read_record
@@ -66,14 +67,18 @@ def test_notes_of_one_kind_are_counted_and_severe_ones_come_first(record: RunRec
         return row.model_copy(update={"outcome": row.outcome.model_copy(update={"notes": notes})})
 
     measured = [row for row in record.rows if isinstance(row.outcome, Measured)][:3]
-    late = [LAUNCH_BOUND.note(f"{micros} µs to launch", observed=1e3 * micros, hint="try a graph") for micros in (5, 7)]
+    late = [LAUNCH_BOUND.note("late", observed=1e3 * micros, threshold=2e3, hint="try a graph") for micros in (5, 7)]
     rows = [noted(measured[0], late[0]), noted(measured[1], late[1]), noted(measured[2], ABOVE_PEAK_FLOPS.note("much"))]
     groups = note_groups(record.model_copy(update={"rows": tuple(rows)}))
-    assert [(group.meaning, group.severe, len(group.texts)) for group in groups] == [
+    assert [(group.meaning, group.severe, group.count) for group in groups] == [
         (ABOVE_PEAK_FLOPS.meaning, True, 1),
         (LAUNCH_BOUND.meaning, False, 2),
     ]
     assert groups[1].brief == f"2 rows: {LAUNCH_BOUND.meaning}; try a graph"
+    ((head, *lines),) = groups[1].texts
+    assert head == "2 rows: late; try a graph"
+    names = [f"{row_name(row)} (host {micros} µs, GPU 2 µs)" for row, micros in zip(rows, ("5", "7"), strict=False)]
+    assert [", ".join(line.partition(": ")[2] for line in lines)] == [", ".join(names)]
 
 
 def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> None:

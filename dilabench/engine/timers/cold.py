@@ -48,10 +48,10 @@ def launch_notes(gpu_ns: list[int], enqueue_ns: list[int], spacer_ns: int) -> li
     if enqueue > gpu:
         notes.append(
             LAUNCH_BOUND.note(
-                f"the host takes {enqueue / 1e3:.0f} µs to launch {gpu / 1e3:.0f} µs of GPU work",
+                LAUNCH_BOUND.meaning,
                 observed=enqueue,
                 threshold=gpu,
-                hint="without a CUDA graph a user waits for the launches; see the timer 'graph' of this row",
+                hint="without a CUDA graph a user waits for the launches; the timer 'graph' has the time with one",
             )
         )
     if enqueue > spacer_ns:

@@ -16,7 +16,8 @@ PROBE_CYCLES = 2_000_000
 
 
 class Spacer:
-    """How long the GPU spins before a call: twice as long as the host takes to enqueue it, so that launches are hidden.
+    """How long the GPU has to spin before a call: twice as long as the host takes to enqueue it, so that launches are
+    hidden. The spins of earlier calls that are still in the queue count.
 
     A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches.
     `OUTLASTED` calls in a row that outlast a long spacer may be such; any other may do so once. The next call gets a
@@ -30,6 +31,15 @@ class Spacer:
         self._outlasted = 0
         # The long spacer that calls outlasted, and the time of enqueueing behind it, until the next call.
         self._suspect: tuple[int, int] | None = None
+        # By the host's clock, the earliest end of the spins that were queued.
+        self._ends_ns = 0
+
+    def queued(self, now_ns: int) -> int:
+        """The spin to queue now, in ns: with what is left of earlier ones the GPU spins for at least `ns`."""
+        self._ends_ns = max(self._ends_ns, now_ns)
+        spin_ns = max(SPACER_MIN_NS, now_ns + self.ns - self._ends_ns)
+        self._ends_ns += spin_ns
+        return spin_ns
 
     def adapt(self, enqueue_ns: int) -> None:
         """To the time that enqueueing a call behind the spacer took."""
@@ -51,7 +61,8 @@ class ColdStage:
     """Times one call on the GPU's own clock, with the cache emptied and the launches hidden.
 
     Before each call a buffer of twice the L2 is zeroed, then the GPU spins (`torch.cuda._sleep`) while the host
-    enqueues the call: when it starts, everything it needs is in the queue. The spin adapts to the enqueue time seen.
+    enqueues the call: when it starts, everything it needs is in the queue. The spin adapts to the enqueue time seen,
+    and to what the GPU still has to spin for the calls before.
     It therefore differs between ranks, whose GPUs wait for each other after it: else the sample of a rank that spins
     less would hold its wait for messages of a rank that still spins.
     """
@@ -72,7 +83,7 @@ class ColdStage:
             call = fresh()
             if self._flush is not None:
                 self._flush.zero_()
-            torch.cuda._sleep(int(self.spacer.ns * self._cycles_per_ns))
+            torch.cuda._sleep(int(self.spacer.queued(time.perf_counter_ns()) * self._cycles_per_ns))
             self._call.device_barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started = time.perf_counter_ns()

@@ -84,6 +84,8 @@ WATCHED = functions_of(
     *(World, Work, Traffic, MessageCounts, HeldTimer),
     *(wall, wall.Wall, cuda_events, cuda_events.ColdStage, clocks),
 )
+# A device without a timed call for so long counts as idle: its clocks may be down.
+IDLE_NS = 1_000_000_000
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -108,6 +110,7 @@ class Handlers:
         self._checkers: dict[str, TimedOutputs] = {}
         self._calls_here: dict[str, bool] = {}
         self._weighed: set[str] = set()
+        self._busy_until_ns = 0
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._clocks = clocks_of(self._hardware.uuid)
@@ -210,6 +213,7 @@ class Handlers:
             result = self._warmed(timer, call, command.limits)
         if result.samples_ns:
             self._weighed.add(command.handle)
+            self._busy_until_ns = time.monotonic_ns()
         return WarmedUp(
             samples_ns=result.samples_ns,
             settled=result.settled,
@@ -219,6 +223,9 @@ class Handlers:
 
     def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
         world = self._world
+        idle_ns = time.monotonic_ns() - self._busy_until_ns
+        if (idle_ns if world is None else world.max_over_ranks([idle_ns])[0]) < IDLE_NS:
+            limits = limits.model_copy(update={"min_s": 0.0})
         if world is None:
             return warm_up(lambda count: timer.take(count).samples_ns, call.call_ns, limits)
         # Ranks must stop after the same sample: they look at the slowest rank's samples, and at its clock.
@@ -262,6 +269,7 @@ class Handlers:
                     self._world.barrier()
                     self._world.confirm_counts()
             clocks = self._clocks.read()
+        self._busy_until_ns = time.monotonic_ns()
         made = timed.calls - timed.unmade
         if made < count and self._calls_here[command.timer]:
             raise PluginError(f"timer {command.timer!r} gave {count} samples of {made} calls")

@@ -15,7 +15,8 @@ KEPT_SAMPLES = 1000
 
 
 class WarmUpLimits(Model):
-    """Shortest and longest warm-up. A call too long for a window in the longest is warm after its first call.
+    """Shortest and longest warm-up, the shortest of a device that was idle: one that has just been busy is warm as soon
+    as the times have settled. A call too long for a window in the longest is warm after its first call.
 
     `runs`: exactly this many calls instead, without a time limit.
     """

@@ -204,17 +204,19 @@ function bars({ values, title, reference = null, stacked = false, order = null }
   const { color } = scaled(labels);
   const categories = order || [...new Set(values.map((value) => value.category))];
   const y = { field: "category", type: "nominal", sort: categories, title: null, axis: { labelLimit: Math.min(360, window.innerWidth * 0.42), ticks: false, domain: false, labelExpr: "split(datum.label, '\\n')" } };
-  const offset = stacked || labels.length === 1 ? {} : { yOffset: { field: "series", type: "nominal", sort: labels } };
-  const centred = offset.yOffset ? { yOffset: { ...offset.yOffset, bandPosition: 0.5 } } : {};
+  const grouped = !stacked && labels.length > 1;
+  // The gaps between the bars of a group are the scale's: a height in shares of a band would move each bar by a share of
+  // the whole group, away from its interval.
+  const offset = grouped ? { yOffset: { field: "series", type: "nominal", sort: labels, scale: { paddingInner: 0.18, paddingOuter: 0.09 } } } : {};
   const x = { field: "y", type: "quantitative", title, axis: { tickCount: 6, labelExpr: VALUE }, stack: stacked ? "zero" : null };
   const tooltip = [{ field: "category", title: "what" }, { field: "series", title: "row" }, { field: "y", title, format: ",.4~g" }, { field: "lo", title: "from", format: ",.4~g" }, { field: "hi", title: "to", format: ",.4~g" }];
   const start = reference === null ? {} : { x2: { datum: reference } };
   const ranged = values.filter((value) => value.lo !== null && value.lo !== undefined);
-  const layers = [{ data: { values }, mark: { type: "bar", height: { band: 0.82 } }, encoding: { y, ...offset, x, ...start, color, tooltip } }];
-  if (ranged.length && !stacked) layers.push({ data: { values: ranged }, mark: { type: "rule", strokeWidth: 2, color: "currentColor" }, encoding: { y, ...centred, x: { ...x, field: "lo" }, x2: { field: "hi" } } });
+  const layers = [{ data: { values }, mark: grouped ? "bar" : { type: "bar", height: { band: 0.82 } }, encoding: { y, ...offset, x, ...start, color, tooltip } }];
+  if (ranged.length && !stacked) layers.push({ data: { values: ranged }, mark: { type: "rule", strokeWidth: 2, color: "currentColor" }, encoding: { y, ...offset, x: { ...x, field: "lo" }, x2: { field: "hi" } } });
   if (reference !== null) layers.push({ data: { values: [{ at: reference }] }, mark: { type: "rule", color: "currentColor" }, encoding: { x: { field: "at", type: "quantitative" } } });
   const lines = Math.max(...categories.map((category) => category.split("\n").length), 1);
-  const each = Math.max(stacked || labels.length === 1 ? 24 : 14 * labels.length + 12, 14 * lines + 6);
+  const each = Math.max(grouped ? 14 * labels.length + 12 : 24, 14 * lines + 6);
   return { height: Math.max(40, each * categories.length), layer: layers };
 }
 

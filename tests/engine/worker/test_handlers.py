@@ -18,9 +18,9 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.worker import handlers as desk_module
-from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
+from dilabench.engine.worker.handlers import IDLE_NS, Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import Prepare, Release, WarmUp, WorkerSettings
-from dilabench.engine.worker.warmup import WarmUpLimits
+from dilabench.engine.worker.warmup import WarmUpLimits, WarmUpResult
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
 from dilabench.stats.decisions.decide import Policy
@@ -216,6 +216,23 @@ def test_an_absurd_allocation_is_out_of_memory(spec):
     trouble = handlers.answer(Prepare(spec=spec("honest").model_copy(update={"case": case})))
     assert trouble.code == "out_of_memory"
     assert trouble.why.startswith("out of memory: ")
+
+
+def test_only_a_device_that_was_idle_has_a_shortest_warm_up(spec, monkeypatch):
+    """Clocks rise in the first one; after that, a case is warm as soon as its times have settled."""
+    shortest = []
+    monkeypatch.setattr(
+        "dilabench.engine.worker.handlers.warm_up",
+        lambda take, _call_ns, limits: shortest.append(limits.min_s) or WarmUpResult(tuple(take(1)), settled=True),
+    )
+    handlers, one = Handlers(WorkerSettings(device="cpu")), spec("honest")
+    handlers.answer(Prepare(spec=one))
+    timing = TimerSpec(name="wall", target=f"{Wall.__module__}:Wall", proves="time")
+    command = WarmUp(handle=one.handle, timer=timing, limits=WarmUpLimits(min_s=0.3, max_s=5.0))
+    for idle_ns in (0, 0, 2 * IDLE_NS, 0):
+        handlers._busy_until_ns -= idle_ns
+        assert handlers.answer(command).samples_ns
+    assert shortest == [0.3, 0.0, 0.3, 0.0]
 
 
 class Talkative(Wall):
