@@ -44,6 +44,7 @@ class CheckName(StrEnum):
     LARGE_SCORES = "large_scores"
     RESULT_KEPT = "result_kept"
     REPEAT = "repeat"
+    CACHE = "cache"
     STREAM = "stream"
     INPUTS = "inputs"
     SETTINGS = "settings"

@@ -20,20 +20,21 @@ from dilabench.suites.planner import Planner, preset_names, workload_request
 from dilabench.units import counted, format_count, format_latency, percent_text, significant
 from dilabench.workload.spec import AUTO, Workload, WorkloadRequest
 
-Sizes = tuple[int, ...]
-# Presets with their keys and batches: on a GPU caches of servers, on a CPU what is read in tens of milliseconds.
-ON_GPU: dict[str, tuple[Sizes, Sizes]] = {
-    "llama3_8b_decode": ((2**12, 2**15, 2**17), (1, 16)),
-    "llama3_70b_tp8_decode": ((2**15,), (1, 64)),
-    "gpt_oss_decode": ((2**15,), (1, 64)),
-    "longnet_decode": ((2**16, 2**18, 2**20), (1,)),
-    "speculative_4": ((2**15,), (1, 8)),
-    "chunked_prefill_2k": ((2**17,), (1,)),
+# Keys and batch of the workloads of each preset: on a GPU caches of servers, on a CPU what is read in tens of
+# milliseconds.
+Sizes = tuple[tuple[int, int], ...]
+ON_GPU: dict[str, Sizes] = {
+    "llama3_8b_decode": ((2**12, 1), (2**12, 16), (2**15, 1), (2**15, 64), (2**17, 1)),
+    "llama3_70b_tp8_decode": ((2**15, 1), (2**15, 64)),
+    "gpt_oss_decode": ((2**15, 1), (2**15, 64)),
+    "longnet_decode": ((2**16, 1), (2**18, 1), (2**20, 1)),
+    "speculative_4": ((2**15, 1), (2**15, 8)),
+    "chunked_prefill_2k": ((2**17, 1),),
 }
-ON_CPU: dict[str, tuple[Sizes, Sizes]] = {
-    "llama3_8b_decode": ((2**11, 2**13), (1,)),
-    "longnet_decode": ((2**16,), (1,)),
-    "speculative_4": ((2**11,), (1, 4)),
+ON_CPU: dict[str, Sizes] = {
+    "llama3_8b_decode": ((2**11, 1), (2**13, 1)),
+    "longnet_decode": ((2**16, 1),),
+    "speculative_4": ((2**11, 1), (2**11, 4)),
 }
 COLUMNS_OF_ANSWER = (
     "workload",
@@ -54,9 +55,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Every implementation that takes fewer queries than keys, for each preset, number of keys and batch.
 
     A preset without `query_len` gets one query. Dense attention is planned over the backend that `auto` takes and every
-    other that does not compile for long, if it can run here. Other patterns are planned over the former, beside dense
-    attention as an unranked reference. What computes every row is planned only if it is named; its rows say why they
-    are skipped. Raises ConfigError for a batch that is set twice.
+    other that can run here, that a choice by measurement tries and that does not compile for long. Other patterns are
+    planned over the former, beside dense attention as an unranked reference. What computes every row is planned only if
+    it is named; its rows say why they are skipped. Raises ConfigError for a batch that is set twice.
     """
     implementations = planner.implementations(planner.where(_takes_last_rows))
     kernels = (AUTO, *(backend.name for backend in planner.catalogue.backends if not backend.compiles))
@@ -67,7 +68,11 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             continue
         computing = [way for way in implementations if _computes(way, asked) or way.supports.only_dense]
         every = planner.asking(backends=kernels) if asked.pattern == DENSE.kind else planner
-        running = [case for case in every.compare([asked], computing) if case.skip is None]
+        running = [
+            planned
+            for planned in every.compare([asked], computing)
+            if planned.skip is None and not planner.catalogue.reasons_untried(planned.case, planner.machine)
+        ]
         cases += running or planner.compare([asked], computing)
     by_id = {planned.case.case_id: planned for planned in reversed(cases)}
     return tuple(reversed(by_id.values()))
@@ -100,10 +105,13 @@ def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadReques
         if usual and not on_gpu:
             # Caches of servers are in half precision, which few CPUs compute.
             fields["dtype"] = overrides.get("dtype", AUTO)
-        lengths, sizes = usual.get(name, ((), ()))
-        lengths = request.lengths or (() if "seq_len" in overrides else lengths) or (preset.seq_len,)
-        sizes = batches or (() if "batch_size" in overrides else sizes)
-        for length, size in product(lengths, sizes or (preset.batch_size,)):
+        sizes = usual.get(name, ((preset.seq_len, preset.batch_size),))
+        if request.lengths or batches or {"seq_len", "batch_size"} & overrides.keys():
+            lengths, of_batch = (tuple(dict.fromkeys(numbers)) for numbers in zip(*sizes, strict=True))
+            lengths = request.lengths or ((preset.seq_len,) if "seq_len" in overrides else lengths)
+            of_batch = batches or ((preset.batch_size,) if "batch_size" in overrides else of_batch)
+            sizes = tuple(product(lengths, of_batch))
+        for length, size in sizes:
             found.setdefault(
                 workload_request(planner.catalogue, None, {**fields, "seq_len": length, "batch_size": size})
             )

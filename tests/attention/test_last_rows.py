@@ -297,21 +297,42 @@ def test_a_function_of_the_caller_as_backend(causal: bool) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_no_graph_is_compiled_anew_as_a_cache_grows() -> None:
+GROWING: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "window": {"window": (9, 0)},
+    "dilated": {"pattern": DilatedPattern(segment_lengths=(16, 64, 1024), dilation_rates=(1, 2, 8))},
+}
+
+
+@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
+def test_no_graph_is_compiled_anew_as_a_cache_grows(options: dict[str, Any], steps: int) -> None:
+    """The results of single tokens, whose items have unequal lengths, are those of the whole pass."""
     torch._dynamo.reset()
-    graphs = []
+    counters = torch._dynamo.utils.counters["stats"]
+    q, k, v = (x[:, :, :2] for x in tensors(steps, steps, dim=4))
+    keys, values = torch.full((2, *k.shape), torch.nan, dtype=k.dtype)
+    # The second item begins later.
+    late = torch.tensor([0, 3])
 
-    def counted(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
+    def step(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        items = torch.arange(2)
+        keys[items, lengths] = key
+        values[items, lengths] = value
+        return attention(query[:, None], keys, values, causal=True, key_lengths=lengths + 1, **options)
 
-    compiled = torch.compile(lambda q, k, v, n: attention(q, k, v, causal=True, key_lengths=n), backend=counted)
-    q, k, v = tensors(1, 24)
-    for length in range(1, 24):
-        lengths = torch.tensor([length, 24])
-        wanted = attention(q[:1], k[:1, :length], v[:1, :length], causal=True)
-        torch.testing.assert_close(compiled(q, k, v, lengths)[:1], wanted)
-    assert len(graphs) == 1
+    compiled, results, items = torch.compile(step, backend="aot_eager", fullgraph=True), [], torch.arange(2)
+    for token in range(steps):
+        lengths = (token - late).clamp(min=0)
+        results.append(compiled(q[items, lengths], k[items, lengths], v[items, lengths], lengths))
+        if token == 1:
+            graphs = counters["unique_graphs"]
+    assert counters["unique_graphs"] == graphs > 0
+    whole = attention(q, k, v, causal=True, **options)
+    found = torch.cat(results, 1)
+    torch.testing.assert_close(found[:1], whole[:1])
+    torch.testing.assert_close(found[1:, 3:], whole[1:, :-3])
+    torch._dynamo.reset()
 
 
 def test_one_graph_takes_any_bounds_of_queries_and_keys() -> None:

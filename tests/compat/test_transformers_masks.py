@@ -102,7 +102,9 @@ def _attend(mask: Any, rows: int = N, keys: int = N, **options: Any) -> tuple[Te
     torch.manual_seed(0)
     q = torch.randn(B, 4, rows, 8, dtype=torch.float64)
     k, v = (torch.randn(B, 2, keys, 8, dtype=torch.float64) for _ in range(2))
-    found, _ = integration.interface.ALL_ATTENTION_FUNCTIONS["dilabench"](nn.Module(), q, k, v, mask, **options)
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    found, _ = integration.interface.ALL_ATTENTION_FUNCTIONS["dilabench"](module, q, k, v, mask, **options)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask + 0).transpose(1, 2)
     return found, expected
@@ -151,14 +153,40 @@ def test_two_windows_or_documents_of_two_kinds_are_both_kept(caplog: pytest.LogC
     assert "the model's mask function and_masks has parts besides" in caplog.text
 
 
+# Calls of attention that compute fewer queries than keys, next to each padding: neighbours of equal padding are one.
+CALLS = {"none": 1, "all ones": 1, "left": 2, "a row of padding": 2, "right": 0, "holes": 0}
+
+
+@pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("function", ["causal", "window"])
-@pytest.mark.parametrize("rows", [1, 3, N])
+@pytest.mark.parametrize("rows", [1, 3, 10, N])
 def test_the_last_rows_of_a_mask_are_the_last_rows_of_attention(
-    function: str, rows: int, calls: list[dict[str, Any]]
+    function: str, rows: int, padding: str, calls: list[dict[str, Any]]
 ) -> None:
-    mask = _made(FUNCTIONS[function], "dilabench")[:, :, -rows:, :]
-    torch.testing.assert_close(*_attend(mask, rows=rows))
-    assert len(calls) == 1
+    """Also if some of the queries are padding."""
+    mask = _made(FUNCTIONS[function], "dilabench", PADDING[padding])[:, :, -rows:, :]
+    found, expected = _attend(mask, rows=rows)
+    seen = torch.ones(B, N).bool() if PADDING[padding] is None else PADDING[padding].bool()
+    torch.testing.assert_close(found[seen[:, -rows:]], expected[seen[:, -rows:]])
+    if rows < N:
+        assert len(calls) == CALLS[padding]
+        if CALLS[padding]:
+            assert not found[~seen[:, -rows:]].any()
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("rows", [3, N, 15])
+def test_queries_of_another_sequence_see_the_keys_that_are_no_padding(
+    rows: int, padding: str, calls: list[dict[str, Any]]
+) -> None:
+    options = {"mask_function": masking_utils.bidirectional_mask_function, "dtype": torch.float64}
+    sizes = {"batch_size": B, "q_length": rows, "kv_length": N}
+    given = PADDING[padding]
+    mask = integration.masks.mask(**sizes, **options, attention_mask=None if given is None else given.bool())
+    found, expected = _attend(mask, rows=rows)
+    has_keys = torch.ones(B).bool() if PADDING[padding] is None else PADDING[padding].bool().any(1)
+    torch.testing.assert_close(found[has_keys], expected[has_keys])
+    assert len(calls) == (CALLS | {"right": 2})[padding]
 
 
 def _forward(x: Tensor, mask: Tensor) -> Tensor:

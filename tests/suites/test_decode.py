@@ -41,11 +41,22 @@ def test_every_preset_of_decoding_is_measured_on_a_gpu(catalogue, monkeypatch):
     assert list(ON_GPU) == [preset.name for preset in DECODE]
     assert ON_CPU.keys() <= ON_GPU.keys()
     found = workloads(plan(catalogue, HOPPER))
-    cells = sum(len(lengths) * len(batches) for lengths, batches in ON_GPU.values())
-    assert len([one for one in found if one.query_len is not None]) == len(found) >= cells
+    assert len([one for one in found if one.query_len is not None]) == len(found) >= sum(map(len, ON_GPU.values()))
     assert {one.dtype for one in found} == {"bfloat16"}
     assert {(one.query_len, one.seq_len) for one in found} >= {(1, 2**12), (1, 2**20), (4, 2**15), (2048, 2**17)}
     assert {one.window for one in found} == {(-1, -1), (127, 0)}
+
+
+def test_backends_that_no_choice_tries_are_planned_only_by_name(catalogue):
+    assert "math" not in {case.case.backend for case in plan(catalogue, HOPPER)}
+    named = plan(catalogue, HOPPER, run={"backends": ["math"]}, configs=["speculative_4"])
+    assert "math" in {case.case.backend for case in named}
+
+
+def test_batches_alone_are_multiplied_with_the_usual_keys(catalogue):
+    found = workloads(plan(catalogue, HOPPER, run={"options": {"batches": [2]}}))
+    sizes = {(one.batch_size, one.seq_len) for one in found if one.num_heads == 32 and one.query_len == 1}
+    assert sizes == {(2, 2**12), (2, 2**15), (2, 2**17)}
 
 
 def test_on_a_cpu_caches_are_small_and_in_its_own_precision(catalogue):

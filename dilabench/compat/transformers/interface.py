@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -192,13 +193,14 @@ def _attend(
         # A graph that is being compiled would serve this length alone.
         longest = max_length_q if not torch.compiler.is_compiling() and isinstance(max_length_q, int) else None
         out = _of_documents(q, k, v, cu_seq_lens_q, None, options | {"max_seqlen": longest})
-    elif parts is None or parts.bounds is None:
+    elif parts is None or (parts.documents is None and parts.seen is None):
         out = attention(q, k, v, **options)
     elif _drops_rows(parts, module):
+        assert parts.bounds is not None, "as many queries as keys"
         out = _of_documents(q, k, v, parts.bounds, parts.tokens, options)
     else:
-        assert parts.seen is not None, "documents of fewer queries than keys are refused"
-        out = _of_seen_keys(q, k, v, parts.seen, options)
+        assert parts.spans is not None, "documents, and padding between keys, are refused"
+        out = _of_spans(q, k, v, parts.spans.tolist(), options)
     return out[..., :value_dim], None
 
 
@@ -216,21 +218,31 @@ def _of_documents(
     return out.new_zeros(len(packed[0]), *out.shape[1:]).index_copy(0, tokens, out).unflatten(0, q.shape[:2])
 
 
-def _of_seen_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: dict[str, Any]) -> Tensor:
-    """out [B, M, H, D] of all queries over the keys of their row that are no padding, `seen` [B, N]."""
-    tokens = seen.flatten().nonzero()[:, 0].to(q.device)
-    rows = torch.arange(q.shape[0] + 1, device="cpu") * q.shape[1]
-    ends = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).cpu()
-    k, v = (x.flatten(0, 1).index_select(0, tokens) for x in (k, v))
-    out = attention(q.flatten(0, 1), k, v, cu_seqlens=rows, cu_seqlens_k=ends, **options)
-    return out.unflatten(0, q.shape[:2])
+def _of_spans(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], options: dict[str, Any]) -> Tensor:
+    """out [B, M, H, D] of rows whose keys are those of a span; queries that are padding, too, get 0.
+
+    Neighbours of equal spans are one call over views of their keys.
+    """
+    has_places = options["causal"] or options["pattern"] is not None
+    outs = []
+    for (first, end), group in groupby(range(len(spans)), spans.__getitem__):
+        items = [*group]
+        batch = slice(items[0], items[-1] + 1)
+        padding = max(0, q.shape[1] - (end - first)) if has_places else 0
+        own = options
+        if options.get("indices") is not None:
+            indices = options["indices"][batch, padding:] - first
+            own = options | {"indices": torch.where((indices >= 0) & (indices < end - first), indices, -1)}
+        out = attention(q[batch, padding:], k[batch, first:end], v[batch, first:end], **own)
+        outs.append(torch.nn.functional.pad(out, (0, 0, 0, 0, padding, 0)) if padding else out)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None) -> str | None:
     """The part of a mask that dilabench does not compute, or None."""
     if parts.key_offset and pattern is not None:
         return f"the cache dropped {parts.key_offset} keys, from which the places of a pattern count"
-    if parts.bounds is None:
+    if parts.documents is None and parts.seen is None:
         return None
     if _drops_rows(parts, module):
         if parts.scattered and (pattern is not None or parts.window != UNBOUNDED):
@@ -238,12 +250,14 @@ def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None
         return None
     what = "padding" if parts.documents is None else "documents"
     reason = f"{what} of keys whose queries are fewer (a cache), or may be another sequence's"
-    if pattern is None:
-        # One launch for all rows.
-        return reason
-    rows = parts.shape[2]
-    if parts.documents is not None or parts.seen is None or not parts.seen[:, -rows:].all() or parts.scattered:
-        return reason
+    if torch.compiler.is_compiling():
+        return f"{reason}, under torch.compile"
+    if parts.spans is None:
+        return reason if parts.documents is not None else f"padding between the tokens of a row: {reason}"
+    if parts.causal or pattern is not None:
+        first, end = parts.spans.unbind(1)
+        if ((end < parts.length) & (first < end)).any():
+            return f"padding behind the last token of a row: {reason}"
     return None
 
 
@@ -323,7 +337,8 @@ def _why_not_selected(
         return "the model selects its keys"
     if size != 1 and size % 16:
         return f"the model selects blocks of {size} keys, no multiple of 16"
-    if bounds is not None or (size != 1 and parts is not None and parts.bounds is not None):
+    is_whole = parts is None or (parts.documents is None and parts.seen is None)
+    if bounds is not None or (size != 1 and not is_whole):
         return "the model selects blocks of keys that count from the first token of a row, with padding or documents"
     return None
 

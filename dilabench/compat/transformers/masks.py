@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.masking_utils import eager_mask
 
+from dilabench.attention.operands import may_stay
 from dilabench.workload.spec import UNBOUNDED, Window
 
 # The functions of masks that transformers builds others from, by their code.
@@ -45,9 +46,12 @@ class Mask(torch.Tensor):
     were dropped. If not `causal`, without window and documents, the keys may belong to another sequence. documents:
     [B, length] numbers, equal ones attend to each other. seen: bool [B, length], False is padding.
 
-    tokens: int64 [T], those of the B·length tokens that are not padding, document by document; None is all of them in
-    order. bounds: int32 of documents among these tokens, on the CPU; None is one for each row. scattered: the tokens of
-    a document have others between them.
+    spans: int64 [B, 2] on the CPU, without documents: the first of the keys of a row that are no padding and the end of
+    them, 0 and 0 if it has none; None if there is padding between them.
+
+    If there are as many queries as keys: tokens, int64 [T], those of the B·length tokens that are not padding, document
+    by document; None is all of them in order. bounds: int32 of documents among these tokens, on the CPU; None is one
+    for each row. scattered: the tokens of a document have others between them.
     """
 
     causal: bool
@@ -57,6 +61,7 @@ class Mask(torch.Tensor):
     scattered: bool
     documents: Tensor | None
     seen: Tensor | None
+    spans: Tensor | None
     tokens: Tensor | None
     bounds: Tensor | None
     # Empty, of its dtype and on its device.
@@ -68,7 +73,8 @@ class Mask(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _FACTS = ("causal", "window", "length", "key_offset", "scattered")
-    _TENSORS = ("documents", "seen", "tokens", "bounds")
+    _TENSORS = ("documents", "seen", "spans", "tokens", "bounds")
+    _ON_CPU = ("spans", "bounds")
 
     @staticmethod
     def __new__(cls, size: Any, anchor: Tensor, facts: tuple[Any, ...], tensors: dict[str, Tensor]) -> Mask:
@@ -156,7 +162,7 @@ class Mask(torch.Tensor):
         size = self.shape if rows is None else (*self.shape[:2], rows, self.shape[3])
         moved = {name: getattr(self, name) for name in self._TENSORS}
         if device is not None:
-            moved = {name: x if x is None or name == "bounds" else x.to(device) for name, x in moved.items()}
+            moved = {name: x if x is None or name in self._ON_CPU else x.to(device) for name, x in moved.items()}
         anchor = self.anchor if device is None else self.anchor.to(device)
         facts = tuple(getattr(self, name) for name in self._FACTS)
         mask = Mask(size, anchor, facts, {name: x for name, x in moved.items() if x is not None})
@@ -216,9 +222,9 @@ def mask(
         dtype=dtype,
         **arguments,
     )
-    if q_length == 1 and (isinstance(q_offset, Tensor) or torch.compiler.is_compiling()):
-        # A step with a static cache is compiled, where the number of its keys would be another graph for each.
-        return _noted(dense(), "a step with a cache under torch.compile, or with a static cache")
+    if q_length == 1 and (torch.compiler.is_compiling() or (isinstance(q_offset, Tensor) and may_stay(q_offset))):
+        # transformers compiles such a step on a GPU, where the number of its keys would be another graph for each.
+        return _noted(dense(), "a step with a cache under torch.compile, or with a static cache on a GPU")
     if torch.compiler.is_compiling():
         return _traced(dense(), q_length, kv_length, q_offset, mask_function, attention_mask, arguments)
     if torch._C._is_tracing():
@@ -238,8 +244,9 @@ def mask(
     if max(window) >= length - 1:
         window = UNBOUNDED
     documents = known[_DOCUMENTS]["packed_sequence_mask"] if _DOCUMENTS in known else None
-    places = not is_causal and window != UNBOUNDED
-    if not q_length <= length <= kv_length or (q_length != length and (documents is not None or places)):
+    has_window = window != UNBOUNDED
+    are_last = length <= kv_length and (q_length <= length or not (is_causal or has_window))
+    if not are_last or (q_length != length and (documents is not None or (has_window and not is_causal))):
         return _noted(dense(), f"{q_length} queries whose places among {kv_length} keys are not the last ones")
     seen: Tensor | None = None
     if attention_mask is not None:
@@ -248,7 +255,9 @@ def mask(
         seen = None if seen.all() else seen
     tensors = {"documents": documents, "seen": seen}
     scattered = False
-    if documents is not None or seen is not None:
+    if seen is not None and documents is None:
+        tensors["spans"] = _spans(seen)
+    if documents is not None or (seen is not None and q_length == length):
         tensors["tokens"], tensors["bounds"], scattered = _sequences(documents, seen)
     size, anchor = (batch_size, 1, q_length, kv_length), torch.empty(0, device=device, dtype=dtype)
     facts = is_causal, window, length, kv_offset, scattered
@@ -310,6 +319,15 @@ def _functions(function: Callable[..., Any]) -> Iterator[tuple[CodeType | None, 
         for inner in value if isinstance(value, tuple) else (value,):
             if callable(inner):
                 yield from _functions(inner)
+
+
+def _spans(seen: Tensor) -> Tensor | None:
+    """`spans` of a `Mask`."""
+    numbers = seen.to(torch.int32)
+    count, first = numbers.sum(1), numbers.argmax(1)
+    last = seen.shape[1] - 1 - numbers.flip(1).argmax(1)
+    first, end, count = torch.stack([first, torch.where(count > 0, last + 1, first), count]).cpu()
+    return torch.stack([first, end], 1) if torch.equal(end - first, count) else None
 
 
 def _sequences(documents: Tensor | None, seen: Tensor | None) -> tuple[Tensor | None, Tensor, bool]:

@@ -20,6 +20,8 @@ from dilabench.record import Check, CheckName
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"
 GRADIENTS = (CheckName.DQ, CheckName.DK, CheckName.DV)
+# Tokens of a cache before the first and behind the last key.
+AROUND = 256
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ def heads_checks(
     yield large_scores_check(oracle, call(oracle.large_inputs()), large)
     yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)
+    if oracle.workload.query_len is not None:
+        yield _cache_check(call, oracle, first, 2 * expected_out.tolerance)
     if hasattr(function, "with_lse"):
         yield from _lse_checks(function, oracle, seen)
     if device_of(oracle.device).has_streams:
@@ -97,10 +101,26 @@ def repeat_checks(call: Call, oracle: Oracle, first: Result, deterministic: bool
     again = call(oracle.inputs, oracle.sampled_dout if first.gradients else None)
     limit = 0.0 if deterministic else 2 * tolerance
     detail = "two identical calls, bitwise" if deterministic else "two identical calls"
+    yield _same_results(CheckName.REPEAT, first, again, limit, detail)
+
+
+def _cache_check(call: Call, oracle: Oracle, first: Result, tolerance: float) -> Check:
+    """The same keys and values as views into the memory of caches, in which NaN is before and behind them."""
+    q, *cached = oracle.inputs
+    views = []
+    for x in cached:
+        memory = x.new_full((x.shape[0], x.shape[1] + 2 * AROUND, *x.shape[2:]), torch.nan)
+        views.append(memory[:, AROUND:-AROUND].copy_(x))
+    inside = call((q, *views), oracle.sampled_dout if first.gradients else None)
+    detail = "k and v are views into a cache, NaN before and behind them: no other key may be read"
+    return _same_results(CheckName.CACHE, first, inside, tolerance, detail)
+
+
+def _same_results(name: CheckName, first: Result, again: Result, limit: float, detail: str) -> Check:
     pairs = [(first.out, again.out)]
     pairs += [(a, b) for a, b in zip(first.gradients, again.gradients, strict=True) if a is not None and b is not None]
-    checks = [agreement(CheckName.REPEAT, a, b, limit, detail) for a, b in pairs]
-    yield next((check for check in checks if not check.passed), checks[0])
+    checks = [agreement(name, a, b, limit, detail) for a, b in pairs]
+    return next((check for check in checks if not check.passed), checks[0])
 
 
 def row_axes(oracle: Oracle) -> Axes:

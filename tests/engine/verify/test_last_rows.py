@@ -134,6 +134,36 @@ def test_a_late_query_is_caught(make_workload: Callable[..., Workload]) -> None:
     assert not verify(late, workload).passed
 
 
+def of_whole_tiles(workload: Workload, hidden: bool) -> Function:
+    """Reads keys in tiles of 16, also behind the last one if there is memory. hidden: with weights of 0."""
+    right = build(workload, CONTEXT)
+
+    def tiled(x: Tensor) -> Tensor:
+        room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - (x.shape[0] - 1) * x.stride(0)
+        length = min(-(-x.shape[1] // 16) * 16, room // x.stride(1))
+        return x.as_strided((x.shape[0], length, *x.shape[2:]), x.stride())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, behind = tiled(k), tiled(v)[:, v.shape[1] :]
+        if hidden:
+            return right(q, k[:, : v.shape[1]], v) + 0 * behind.sum()
+        return right(q, k[:, : v.shape[1]], v) + behind.sum(1, keepdim=True).repeat_interleave(2, 2)
+
+    return attend
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_keys_behind_the_last_are_not_read(hidden: bool, rows: int, mode: str) -> None:
+    """Nor is there anything behind them in tensors of their own, so that only a cache shows it."""
+    workload = last_rows(pattern_type("dense")(), rows, mode=mode, batch_size=1)
+    verification = verify(of_whole_tiles(workload, hidden), workload)
+    failing = [check for check in verification.checks if not check.passed]
+    assert [check.name for check in failing] == ["cache"]
+    assert "NaN before and behind them: no other key may be read" in summary(verification)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 500])
 @pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
 def test_samples_are_drawn_among_the_queries(pattern: Pattern, rows: int) -> None:
