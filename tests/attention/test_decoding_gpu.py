@@ -1,4 +1,4 @@
-"""Decoding on a GPU over a cache that grows on the device: the host waits for nothing, and nothing is compiled again."""
+"""Decoding on a GPU over a cache that grows there: the host waits for nothing, and nothing is compiled again."""
 
 from __future__ import annotations
 
