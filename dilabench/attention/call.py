@@ -85,7 +85,7 @@ def attend(
     ends: tuple[int, ...] = ()
     unread_ends = None
     if packed or max_seqlen is not None:
-        bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen)
+        bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k)
         query, key, value = query[None], key[None], value[None]
     if cu_seqlens_k is not None or key_lengths is not None:
         ends, unread_ends = key_bounds(key, packed, cu_seqlens_k, key_lengths)
@@ -162,6 +162,9 @@ class _Finder:
         kinds = (q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
         try:
             if key_bounds is not None:
+                unread = None if indices is not None else _of_unread_keys(kinds, call, bounds, key_bounds)
+                if unread is not None:
+                    return unread
                 name = "key_lengths" if bounds is None and not call.cu_seqlens else "cu_seqlens_k"
                 call = call._replace(key_bounds=operands.bounds(key_bounds, k.shape[1], name))
             if bounds is not None and call.key_bounds:
@@ -216,8 +219,13 @@ def _made(kinds: Kinds, call: Call) -> Computation:
         return over_compressed(kinds, call, call.pattern.compresses)
     operands.refuse_stand_ins(call.pattern)
     if call.key_bounds:
-        alone = call.of_one_sequence
-        return BySequence([Run(*spans, _of_shapes(kinds_of(kinds, *spans), alone)) for spans in spans_of(kinds, call)])
+        alone, runs = call.of_one_sequence, [*spans_of(kinds, call)]
+        if len(runs) > 1:
+            bounds = torch.tensor(call.cu_seqlens, device=device) if call.cu_seqlens else None
+            together = _of_unread_keys(kinds, alone, bounds, torch.tensor(call.key_bounds, device=device))
+            if together is not None:
+                return together
+        return BySequence([Run(*spans, _of_shapes(kinds_of(kinds, *spans), alone)) for spans in runs])
     try:
         workload = operands.workload_of(kinds, call)
         check_backend(call.backend)
@@ -288,6 +296,33 @@ def _of_bounds(kinds: Kinds, call: Call, bounds: Tensor) -> Computation:
 
 
 _by_bounds = operands.OfTensors[Computation]()
+
+
+def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds: Tensor) -> Computation | None:
+    """The computation of sequences with fewer queries than keys, all numbers on the device, if the fastest
+    implementation reads them there, else None.
+    """
+    (query, *of_query), (key, *of_keys), _ = kinds
+    if call.cu_seqlens or not operands.may_stay(key_bounds) or key_bounds.ndim != 1 or not len(key_bounds):
+        return None
+    if bounds is not None:
+        # As if all were of one length.
+        sequences = len(bounds) - 1
+        if sequences < 1 or len(key_bounds) != len(bounds) or not operands.may_stay(bounds):
+            return None
+        query, key = (torch.Size((sequences, -(-x[1] // sequences), *x[2:])) for x in (query, key))
+    elif len(key_bounds) != query[0]:
+        return None
+    try:
+        alike = _of_shapes(((query, *of_query), (key, *of_keys), (key, *of_keys)), call.of_one_sequence)
+    except ValueError:
+        # These are refused for equal lengths, not for the caller's.
+        return None
+    if bounds is None:
+        of_lengths = getattr(alike, "of_lengths", None)
+        return None if of_lengths is None else of_lengths(key_bounds)
+    of_bounds = getattr(alike, "of_bounds", None)
+    return None if of_bounds is None else of_bounds(bounds, key_bounds)
 
 
 def _packings_like(kinds: Kinds, call: Call, sequences: int, longest: int) -> Packings | None:

@@ -108,9 +108,10 @@ def attention(
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
         Less is refused if bounds are numbers or on a CPU, outside torch.compile; bounds on a GPU are not read for it.
     cu_seqlens_k: with cu_seqlens, the bounds of the keys [T_k, K, D] of as many sequences, whose queries are their last
-        rows. Bounds on a GPU are then read, which waits for it.
+        rows.
     key_lengths: [B], of a cache [B, N, K, D] how many keys each item has; its queries are the last rows of these.
-        Keys and values behind them are not read. A tensor on a GPU is read, which waits for it.
+        Keys and values behind them are not read. Tensors on a GPU of these two are not read, and not checked, for few
+        queries of dense and dilated patterns without gradients; else they are read, which waits for the GPU.
     key_padding: bool [B, N], True for keys that are there. These are packed, as with cu_seqlens and at their cost: a
         pattern starts at the first key that is there. Windows and patterns take padding at the ends of an item, none
         between its tokens. A mask is read once for each content, which waits for a GPU and breaks a compiled graph.

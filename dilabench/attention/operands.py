@@ -342,16 +342,25 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int | None = None, name: 
 
 
 def packing(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int] | Tensor | None, max_seqlen: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    max_seqlen: int | None,
+    of_keys: Sequence[int] | Tensor | None = None,
 ) -> tuple[tuple[int, ...], int, Tensor | None]:
-    """The bounds of packed sequences as numbers, or if they stay in their tensor, a bound of their lengths and the
-    tensor. Raises ValueError.
+    """The bounds of packed sequences as numbers, or if they stay in their tensor, a bound of their lengths (0: none is
+    known) and the tensor. of_keys: the bounds of keys, beside which those of queries stay on a GPU. Raises ValueError.
     """
     longest = 0 if max_seqlen is None else rounded_up(max_seqlen, cu_seqlens)
     assert cu_seqlens is not None, "a longest sequence without bounds is refused"
     tokens = check_tokens(query, key, value)
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
-    if not isinstance(cu_seqlens, Tensor) or not (torch.compiler.is_compiling() or (longest and may_stay(cu_seqlens))):
+    both_stay = isinstance(of_keys, Tensor) and may_stay(of_keys)
+    stays = isinstance(cu_seqlens, Tensor) and (
+        torch.compiler.is_compiling() or ((longest or both_stay) and may_stay(cu_seqlens))
+    )
+    if not isinstance(cu_seqlens, Tensor) or not stays:
         return bounds(cu_seqlens, tokens), 0, None
     if cu_seqlens.ndim != 1:
         raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one row of bounds that rise from 0 to {tokens}")

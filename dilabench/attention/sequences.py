@@ -26,8 +26,8 @@ def key_bounds(
     cu_seqlens_k: Sequence[int] | Tensor | None,
     key_lengths: Sequence[int] | Tensor | None,
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or as they are
-    if a compiler traces their tensor. Raises ValueError.
+    """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or unread if
+    they are in a tensor on a GPU, or in one that a compiler traces. Raises ValueError.
     """
     if packed == (cu_seqlens_k is None) or packed == (key_lengths is not None):
         raise ValueError(
@@ -37,7 +37,7 @@ def key_bounds(
         )
     name, given = ("cu_seqlens_k", cu_seqlens_k) if packed else ("key_lengths", key_lengths)
     assert given is not None
-    if isinstance(given, Tensor) and torch.compiler.is_compiling():
+    if isinstance(given, Tensor) and (torch.compiler.is_compiling() or operands.may_stay(given)):
         operands.check_bounds_dtype(given, name)
         return (), given
     if not packed and not key.shape[0]:

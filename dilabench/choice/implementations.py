@@ -158,6 +158,18 @@ def _no_selector_or_tiles(workload: Workload) -> str | None:
     return _no_selector(workload) or no_block_tiles(workload)
 
 
+# Rows of a tile that the kernels of `split-keys` are for: queries, and the heads that share a head of keys.
+FEW_ROWS = 128
+
+
+def _many_rows(workload: Workload) -> str | None:
+    """Return why more rows read the same keys than one tile has, or why no keys are before the queries, or None."""
+    rows = workload.rows * workload.group_size
+    if workload.query_len is None:
+        return "every position has a query, of which one tile holds few"
+    return f"{rows} rows of queries read the same keys, more than the {FEW_ROWS} of a tile" if rows > FEW_ROWS else None
+
+
 # A property of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
     "on a Hopper GPU at head dims of 33 to 128, programs add to dq in no fixed order, so its last bits may differ "
@@ -175,6 +187,24 @@ IMPLEMENTATIONS = (
         aliases=("standard",),
         uses_backend=True,
         priority=10,
+    ),
+    Implementation(
+        "split-keys",
+        "few queries over many keys: heads that share keys in one tile, keys split between programs, one merge",
+        "dilabench.impls.split_keys:build",
+        supports=Capabilities(
+            patterns=DENSE | DILATED,
+            devices=CUDA,
+            dtypes=HALF | {"float32"},
+            modes=frozenset({"forward"}),
+            merge_grads=BOTH_MERGES,
+            last_rows=True,
+            max_head_dim=256,
+            check=_many_rows,
+        ),
+        requires=("cuda>=sm80", "triton>=3.6"),
+        deterministic=True,
+        priority=30,
     ),
     Implementation(
         "gather",

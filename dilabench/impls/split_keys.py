@@ -1,0 +1,84 @@
+"""`split-keys`: few queries over many keys, which are split between programs; heads that read the same keys are rows of
+one tile. Forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.one_operator import AttentionComputation
+from dilabench.impls.operator_rules import last_dim_contiguous
+from dilabench.kernels.split_keys import Bounds, KeyBranches, attend_few_rows
+from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.workload.spec import Window, Workload
+
+
+def build(workload: Workload, context: BuildContext) -> SplitKeys:  # noqa: ARG001
+    """The branches of its pattern reach the device with the first call."""
+    # What a pattern has in any sequence, no mask of the workload's.
+    shape = SequenceShape(1, workload.num_heads, workload.num_kv_heads, causal=False, window=(-1, -1))
+    window = workload.window[0], 0 if workload.causal else workload.window[1]
+    return SplitKeys(workload.pattern, shape, window, workload.softmax_scale)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class SplitKeys(AttentionComputation):
+    """The last rows of k and v [B, N, K, D]: of all N keys, or of as many as a tensor says, which the host never reads.
+
+    shape: the heads, of any length. window: keys behind and ahead, (-1, 0) if causal. lengths: int [B], on the device,
+    the number of keys of each item. bounds: of packed sequences.
+    """
+
+    pattern: Pattern
+    shape: SequenceShape
+    window: Window
+    scale: float
+    lengths: Tensor | None = None
+    bounds: Bounds | None = None
+    branches: dict[Hashable, KeyBranches] = field(default_factory=dict, repr=False)
+
+    def of_lengths(self, lengths: Tensor) -> SplitKeys:
+        """The computation of a cache with this many keys in each item, int [B] on the device; more than N are all."""
+        return replace(self, lengths=lengths.contiguous())
+
+    def of_bounds(self, queries: Tensor, keys: Tensor) -> SplitKeys:
+        """The computation of packed sequences, bounds int [S + 1] on the device."""
+        return replace(self, bounds=Bounds(queries.contiguous(), keys.contiguous()))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # Segments of a growing cache are cut at powers of two only, so that few tables are made.
+        about = 1 << (k.shape[1] - 1).bit_length(), q.device, type(q)
+        branches = self.branches.get(about)
+        if branches is None:
+            self.branches[about] = branches = _branches(self.pattern, self.shape, *about)
+        q, k, v = last_dim_contiguous(q), last_dim_contiguous(k), last_dim_contiguous(v)
+        return attend_few_rows(q, k, v, branches, self.window, self.scale, self.lengths, self.bounds)
+
+    def backward(self, *_tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Raises ValueError: implementations with a backward pass serve calls that want gradients."""
+        raise ValueError("split-keys has no backward pass; use mode=forward or another implementation")
+
+
+@lru_cache(maxsize=64)
+def _branches(
+    pattern: Pattern,
+    shape: SequenceShape,
+    length: int,
+    device: torch.device,
+    _kind: type[Tensor],
+) -> KeyBranches:
+    """Those of sequences of up to this length. Tables of traced tensors are others than those of tensors with data."""
+    shape = replace(shape, length=length)
+    segments = []
+    for head in range(shape.num_heads):
+        of_head = pattern.strided_segments(shape, head)
+        if of_head is None:
+            raise ValueError(f"a {pattern.kind} pattern is no union of strided segments")
+        segments.append(of_head)
+    return KeyBranches.of(segments, shape.num_heads // shape.num_kv_heads, device)

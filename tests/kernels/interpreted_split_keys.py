@@ -1,0 +1,172 @@
+"""Runs the kernels of split keys in Triton's interpreter on random cases, and prints what differs from the formula.
+
+A script of its own, because TRITON_INTERPRET is read when a kernel is decorated: `test_split_keys.py` starts it in a
+fresh process. The first argument is a dtype, the second the number of cases of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from dilabench.impls.split_keys import SplitKeys
+from dilabench.kernels import split_keys
+from dilabench.kernels.split_keys import Split, SplitTile
+from dilabench.patterns import DilatedPattern
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.workload.spec import Window
+
+KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
+HELD = ("batch", "lengths", "packed")
+
+
+class Case(NamedTuple):
+    """A call over `rows` last rows of up to `keys` keys; `held`: whether all are there, or as many as tensors say."""
+
+    pattern: Pattern
+    window: Window
+    held: str
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def drawn(draw: random.Random, kind: str, held: str, head_dim: int, dtype: torch.dtype) -> Case:
+    kv_heads, group = draw.choice((1, 2, 3)), draw.choice((1, 2, 4, 5))
+    rows = draw.choice((1, 1, 2, 5, 17))
+    keys = draw.randint(rows, 300)
+    window = {
+        "dense": (-1, -1),
+        "dilated": (-1, -1),
+        "window": (draw.randint(0, keys), 0),
+        "band": (draw.randint(0, keys), draw.randint(0, 5)),
+        "dilated window": (draw.randint(0, keys), draw.choice((0, 3))),
+    }.get(kind, (-1, 0))
+    pattern: Pattern = DENSE
+    if kind.startswith("dilated"):
+        count = draw.randint(1, 4)
+        pattern = DilatedPattern(
+            segment_lengths=tuple(sorted(draw.sample((7, 12, 32, 50, 64, 128, 5000), count))),
+            dilation_rates=tuple(draw.choice((1, 1, 2, 3, 4, 8)) for _ in range(count)),
+            heads=draw.choice(("all", "grouped")) if kv_heads * group >= count else "all",
+            offset=draw.choice(("modulo", "blocked")),
+            offset_by=draw.choice(("head", "kv_head")),
+        )
+    heads = kv_heads * group, kv_heads
+    return Case(pattern, window, held, draw.randint(1, 3), rows, keys, *heads, head_dim, dtype)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out [M, H, D] and lse [H, M], computed in this dtype, of q [M, H, D], the last rows of k, v [N, K, D]."""
+    rows, keys = len(q), len(k)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    shape = SequenceShape(keys, case.heads, case.kv_heads, causal=False, window=(-1, -1))
+    i, j = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)[None]
+    left, right = case.window
+    seen = (j >= i - (left if left >= 0 else keys)) & (j <= i + (right if right >= 0 else keys))
+    outs, lses = [], []
+    for head in range(case.heads):
+        counts = torch.zeros(rows, keys, dtype=dtype)
+        for length, rate, offset in case.pattern.strided_segments(shape, head) or ():
+            on_residue = (i % length % rate == offset) & (j % length % rate == offset)
+            counts += (i // length == j // length) & on_residue & seen
+        kv_head = head * case.kv_heads // case.heads
+        scores = q[:, head] @ k[:, kv_head].T * case.head_dim**-0.5 + counts.log()
+        lse = scores.logsumexp(-1)
+        outs.append(torch.exp(scores - lse.nan_to_num(neginf=0.0)[:, None]) @ v[:, kv_head])
+        lses.append(lse)
+    return torch.stack(outs, 1), torch.stack(lses)
+
+
+def numbers(draw: random.Random, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=draw.choice((torch.int32, torch.int64)))
+
+
+def difference(case: Case, draw: random.Random) -> float:
+    """The largest error of out and lse, as a share of what is allowed: four times that of the formula in float32, eight
+    last places at least. NaN lies behind the keys.
+    """
+    heads, kv_heads, dim = case.heads, case.kv_heads, case.head_dim
+    shape = SequenceShape(1, heads, kv_heads, causal=False, window=(-1, -1))
+    computation = SplitKeys(case.pattern, shape, case.window, dim**-0.5)
+    if case.held == "packed":
+        keys = [draw.randint(0, case.keys) for _ in range(case.batch)] + [case.rows]
+        rows = [*(min(there, draw.randint(0, case.rows)) for there in keys[:-1]), case.rows]
+        ends, behind = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (rows, keys)), draw.choice((0, 2))
+        of_queries, of_keys = ends
+        computation = computation.of_bounds(numbers(draw, of_queries), numbers(draw, of_keys))
+        q = torch.randn(1, of_queries[-1] + behind, heads, dim).to(case.dtype)
+        k, v = torch.full((2, 1, of_keys[-1] + behind, kv_heads, dim), torch.nan, dtype=case.dtype)
+        spans = [*zip([0] * len(keys), pairwise(of_queries), pairwise(of_keys), strict=True)]
+    else:
+        count = case.batch
+        keys = [case.keys if case.held == "batch" else draw.randint(case.rows, case.keys) for _ in range(count)]
+        q = torch.randn(count, case.rows, heads, dim).to(case.dtype)
+        # A cache has room behind its keys.
+        k, v = torch.full((2, count, case.keys + draw.choice((0, 7)), kv_heads, dim), torch.nan, dtype=case.dtype)
+        if case.held == "batch":
+            k, v = k[:, : case.keys], v[:, : case.keys]
+        else:
+            computation = computation.of_lengths(numbers(draw, keys))
+        spans = [(item, (0, case.rows), (0, there)) for item, there in enumerate(keys)]
+    wanted, plain = (
+        (torch.zeros(q.shape, dtype=of), torch.full((len(q), heads, q.shape[1]), -torch.inf, dtype=of))
+        for of in (torch.float64, torch.float32)
+    )
+    for item, (query, stop), (key, end) in spans:
+        if query < stop and key < end:
+            k[item, key:end], v[item, key:end] = torch.randn(2, end - key, kv_heads, dim).to(case.dtype)
+            here = q[item, query:stop], k[item, key:end], v[item, key:end], case
+            for out, lse in (wanted, plain):
+                out[item, query:stop], lse[item, :, query:stop] = formula(*here, out.dtype)
+    out, lse = computation.forward(q, k, v)
+    assert torch.equal(lse == -torch.inf, wanted[1] == -torch.inf), case
+    shares = []
+    for found, in_float32, exact, eps in zip(
+        (out, lse), plain, wanted, (torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps), strict=True
+    ):
+        error, allowed = (
+            ((x - exact).nan_to_num(0.0) / exact.abs().clamp(min=1)).abs().max() for x in (found, in_float32)
+        )
+        shares.append((error / max(4 * allowed, 8 * eps)).item())
+    return max(shares)
+
+
+def cut(draw: random.Random) -> Callable[..., Split]:
+    """Small tiles and several parts, instead of those of a GPU."""
+
+    def split_for(_programs: int, rows: int, _keys: int, *_: int) -> Split:
+        tile = SplitTile(draw.choice((16, 32)), draw.choice((16, 32)), 4, 2)
+        return Split(tile, draw.choice((1, 2, 3, 7)), draw.choice((1, -(-rows // tile.rows))))
+
+    return split_for
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    dtype, count = getattr(torch, sys.argv[2]), int(sys.argv[3])
+    draw = random.Random(f"{dtype} 0")
+    usual = split_keys.split_for
+    errors: dict[str, list[float]] = {}
+    for kind in KINDS:
+        for held in HELD:
+            for at in range(count):
+                case = drawn(draw, kind, held, draw.choice((64, 128, 24, 80)), dtype)
+                split_keys.split_for = usual if at % 3 == 2 else cut(draw)
+                errors.setdefault(f"{kind}, {held}", []).append(difference(case, draw))
+    sys.stdout.write(json.dumps(errors))
