@@ -77,7 +77,7 @@ CACHES = {
     "engine/verify/timed_outputs.py:_PastOracle._heads": Cache(PROPERTY, "heads of a past call, perhaps fetched"),
     "engine/verify/timed_outputs.py:_PastOracle.full_dout": Cache(PROPERTY, "rows of a past call, perhaps fetched"),
     # Kernels.
-    "kernels/combine.py:_launch": Cache(256, "the grid of a launch, read in every call"),
+    "kernels/combine.py:_cache": Cache(256, "launches of a few kilobytes, no tables on the device"),
     "kernels/cpu/aten_flash.py:_multiplies": Cache(
         UNBOUNDED, "asks torch, which a trace of a call cannot", few="dtypes"
     ),

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.kernels.lse import merge_rows_
-
-# Bounds the memory of parts that wait; a ring over four ranks needs one pass.
-MOST_PARTS = 4
+from dilabench.kernels.lse import MOST_PARTS, merge_rows_
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
