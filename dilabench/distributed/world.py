@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.calls import Calls, calls_of
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
@@ -90,13 +91,21 @@ class Work:
     """Messages in flight. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
     aliases: tensors given to gloo instead of the originals. Its thread releases them immediately or steps later, and
-    the memory would stay allocated that long; `wait` empties them, so that they hold no memory.
+    the memory would stay allocated that long; `wait` empties them, so that they hold no memory. staged: strided tensors
+    to receive into, each with the contiguous one that its message arrives in.
     """
 
-    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = (), aliases: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        kept: Sequence[Tensor] = (),
+        aliases: Sequence[Tensor] = (),
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         self._works = works
         self._kept = kept
         self._aliases = aliases
+        self._staged = staged
 
     def wait(self) -> None:
         """Return when the received tensors may be used. Raises RuntimeError if a peer is gone or too slow."""
@@ -104,7 +113,9 @@ class Work:
             work.wait()
         for alias in self._aliases:
             alias.set_(torch.UntypedStorage(0))
-        self._works, self._kept, self._aliases = (), (), ()
+        for place, arrived in self._staged:
+            copy_strided_(place, arrived)
+        self._works, self._kept, self._aliases, self._staged = (), (), (), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +243,8 @@ class World:
     def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Work:
-        """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
+        """Send tensors to peers and receive into tensors from peers, all in one batch. Those received
+        into may be rows of each batch item, [B, n, ...] of a contiguous tensor.
 
         Sent tensors may be overwritten after `Work.wait`, because NCCL reads them on its stream.
         """
@@ -244,10 +256,12 @@ class World:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
+        staged: list[tuple[Tensor, Tensor]] = []
+        arriving = {peer: [_contiguous_for(x, staged) for x in tensors] for peer, tensors in receives.items()}
         works = dist.batch_isend_irecv(
-            [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
+            [*self._operations(dist.irecv, arriving), *self._operations(dist.isend, contiguous)]
         )
-        return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors])
+        return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors], staged=staged)
 
     def _refuse_capture(self, x: Tensor) -> None:
         """Raise RuntimeError while a CUDA graph of x is captured: graphs of NCCL's messages did not end in tests."""
@@ -404,6 +418,14 @@ def _end(group: dist.ProcessGroup) -> None:
     """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
+
+
+def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The place to receive into, or a contiguous tensor that is noted in `staged` with it."""
+    if place.is_contiguous():
+        return place
+    staged.append((place, place.new_empty(place.shape)))
+    return staged[-1][1]
 
 
 def _alias(x: Tensor) -> Tensor:

@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.ring_buffers import ALIGNMENT, COUNTER_STEP, LARGEST_COUNT, RingBuffers
+from dilabench.distributed.transport.ring_buffers import (
+    ALIGNMENT,
+    COUNTER_STEP,
+    LARGEST_COUNT,
+    Queue,
+    RingBuffers,
+    Rows,
+)
 from dilabench.distributed.transport.slots import SLOTS, Slots
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
@@ -33,8 +40,8 @@ class StreamQueue:
 
     Nothing in it runs on a multiprocessor, so a transfer neither takes one from an attention kernel nor waits for one
     to be free. NCCL's kernels do both, and so does a copy within a device, which the driver leaves to the
-    multiprocessors. torch has no call for a stream that waits for a value in memory, so the three functions of the CUDA
-    driver API (section "Stream Memory Operations" of its manual) are called by name.
+    multiprocessors. torch has no call for a stream that waits for a value in memory, so functions of the CUDA driver
+    API (sections "Stream Memory Operations" and "Memory Management" of its manual) are called by name.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -42,7 +49,8 @@ class StreamQueue:
         self._handle = stream.cuda_stream
         driver = _driver()
         self._wait, self._write = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
-        self._copy = driver.cuMemcpyAsync
+        self._copy, self._copy_rows = driver.cuMemcpyAsync, driver.cuMemcpy2DAsync_v2
+        self._plane = _Plane(source_type=_UNIFIED, target_type=_UNIFIED)
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
@@ -56,6 +64,44 @@ class StreamQueue:
         """Copy bytes from or to a device that this one can reach."""
         _check(self._copy(target, source, nbytes, self._handle))
 
+    def copy_rows(self, target: Rows, source: Rows, width: int, count: int) -> None:
+        """Copy rows from or to such a device, by one call unless the driver allows no rows so far from each other."""
+        if max(target[1], source[1]) > _LARGEST_PITCH:
+            for row in range(count):
+                self.copy(target[0] + row * target[1], source[0] + row * source[1], width)
+            return
+        plane = self._plane
+        plane.source, plane.source_pitch = source
+        plane.target, plane.target_pitch = target
+        plane.width, plane.count = width, count
+        _check(self._copy_rows(ctypes.byref(plane), self._handle))
+
+
+class _Plane(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_int),
+        ("target_host", ctypes.c_void_p),
+        ("target", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("count", ctypes.c_size_t),
+    )
+
+
+# Of the CUDA driver API: the memory type of any address, and the bound of every device's CU_DEVICE_ATTRIBUTE_MAX_PITCH.
+_UNIFIED, _LARGEST_PITCH = 4, 2**31 - 1
 
 # Arguments of the driver's functions: a stream's handle, addresses, and values of 32 bits or sizes.
 _STREAM, _ADDRESS, _VALUE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
@@ -63,6 +109,7 @@ _ARGUMENTS = {
     "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
     "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM),
+    "cuMemcpy2DAsync_v2": (ctypes.c_void_p, _STREAM),
 }
 
 
@@ -89,8 +136,8 @@ def _check(status: int) -> None:
 _MEMORY_SHARE = 64
 # Share of each reader's region for messages in CUDA graphs.
 _CAPTURED_SHARE = 4
-# A message of more contiguous parts is written by one kernel instead of a copy for each.
-_MOST_RUNS = 16
+# A tensor of more rows is written by a kernel of torch: the driver's is slow for short rows.
+MOST_ROWS = 16
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
@@ -155,6 +202,7 @@ class Copies:
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
+        self._queues: dict[torch.cuda.Stream, StreamQueue] = {}
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
@@ -178,7 +226,8 @@ class Copies:
         return max(1, share >> 20) << 20
 
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
-        """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
+        """Send tensors to ranks and receive into tensors from ranks, after the work in the current stream. All tensors
+        to a rank are one message.
 
         Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
         become part of it. A copy on another stream would not be sooner: within a device it takes multiprocessors, which
@@ -193,13 +242,13 @@ class Copies:
             self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
-        queue, waits = StreamQueue(current), False
+        queue, waits = self._queues.get(current), False
+        if queue is None:
+            queue = self._queues[current] = StreamQueue(current)
         for peer in self._by_distance(sends, 1):
-            for tensor in sends[peer]:
-                waits |= _send(messages, memory, queue, peer, tensor)
+            waits |= send(messages, memory, queue, peer, sends[peer])
         for peer in self._by_distance(receives, -1):
-            for tensor in receives[peer]:
-                messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+            receive(messages, self._inward, peer, receives[peer])
         arrived = self._inward.stream.record_event()
         if captured:
             return CopyWork(self, self._device, arrived, self._exchanges[1:])
@@ -304,37 +353,103 @@ def _end_process(message: str) -> None:
     os.abort()
 
 
-def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> bool:
-    """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
-    runs = _runs(tensor)
-    if runs:
-        base = memory.data_ptr()
+class Block(NamedTuple):
+    """The memory of a tensor, in its order: `count` rows of `width` bytes, each `pitch` bytes after the one before."""
 
-        def copy_runs(place: int, start: int, length: int) -> None:
-            for at, source, nbytes in runs:
-                first, stop = max(at, start), min(at + nbytes, start + length)
-                if first < stop:
-                    queue.copy(base + place + first - start, source + first - at, stop - first)
+    address: int
+    width: int
+    pitch: int
+    count: int
 
-        return messages.send(queue, peer, tensor.nbytes, copy_runs)
-    in_pieces = tensor.nbytes > messages.longest_chunk
-    flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
+    @classmethod
+    def of(cls, x: Tensor) -> Block | None:
+        """None for a tensor of other strides, or without elements."""
+        if x.is_contiguous():
+            nbytes = x.nbytes
+            return cls(x.data_ptr(), nbytes, nbytes, 1) if nbytes else None
+        item = width = x.element_size()
+        pitch, count = 0, 1
+        for size, step in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+            if size == 1:
+                continue
+            if count == 1 and step * item == width:
+                width *= size
+            elif count == 1:
+                pitch, count = step * item, size
+            elif step * item == pitch * count:
+                count *= size
+            else:
+                return None
+        return cls(x.data_ptr(), width, pitch, count)
 
-    def copy_elements(place: int, start: int, length: int) -> None:
-        target = memory[place : place + length]
-        if in_pieces:
-            target.copy_(flat[start : start + length])
+    def transfer(self, queue: Queue, packed: int, first: int, stop: int, *, pack: bool) -> None:
+        """Queue the copy of bytes [first, stop) to an address where they follow each other (`pack`), or from there."""
+
+        def copy(inside: int, away: int, nbytes: int) -> None:
+            place = packed + inside
+            queue.copy(*((place, away) if pack else (away, place)), nbytes)
+
+        if self.count == 1:
+            copy(0, self.address + first, stop - first)
+        elif stop - first == self.width * self.count:
+            rows, packed_rows = (self.address, self.pitch), (packed, self.width)
+            queue.copy_rows(*((packed_rows, rows) if pack else (rows, packed_rows)), self.width, self.count)
         else:
-            copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
+            for row in range(first // self.width, -(-stop // self.width)):
+                start = row * self.width
+                low, high = max(first, start), min(stop, start + self.width)
+                copy(low - first, self.address + row * self.pitch + low - start, high - low)
 
-    return messages.send(queue, peer, tensor.nbytes, copy_elements)
+
+def _places(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int, Tensor]], int]:
+    """(start, bytes, tensor) of each in the message that they are together, and its bytes."""
+    places, at = [], 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes
+        places.append((at, nbytes, tensor))
+        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return places, at
 
 
-def _runs(x: Tensor) -> list[tuple[int, int, int]]:
-    """(start, address, bytes) of the contiguous parts of a tensor, in its order; empty if there are many."""
-    if x.is_contiguous():
-        return [(0, x.data_ptr(), x.nbytes)]
-    if x.shape[0] > _MOST_RUNS or not x[0].is_contiguous():
-        return []
-    nbytes, step = x.nbytes // x.shape[0], x.stride(0) * x.element_size()
-    return [(at * nbytes, x.data_ptr() + at * step, nbytes) for at in range(x.shape[0])]
+def send(messages: RingBuffers | Slots, memory: Tensor, queue: Queue, peer: int, tensors: Sequence[Tensor]) -> bool:
+    """Queue a message of tensors to a rank through the sender's memory; return as `RingBuffers.send`."""
+    places, total = _places(tensors)
+    base, in_pieces = memory.data_ptr(), total > messages.longest_chunk
+    prepared = []
+    for at, nbytes, tensor in places:
+        block = Block.of(tensor)
+        if block is not None and block.count > MOST_ROWS:
+            block = None
+        if block is None and in_pieces:
+            # One kernel makes it contiguous; its copy is kept until it is queued.
+            tensor = tensor.contiguous()
+            block = Block.of(tensor)
+        prepared.append((at, nbytes, tensor, block))
+
+    def write_chunk(place: int, start: int, length: int) -> None:
+        for at, nbytes, tensor, block in prepared:
+            first, stop = max(at, start), min(at + nbytes, start + length)
+            if first >= stop:
+                continue
+            target = place + first - start
+            if block is not None:
+                block.transfer(queue, base + target, first - at, stop - at, pack=True)
+            else:
+                copy_strided_(memory[target : target + nbytes].view(tensor.dtype).view(tensor.shape), tensor)
+
+    return messages.send(queue, peer, total, write_chunk)
+
+
+def receive(messages: RingBuffers | Slots, queue: Queue, peer: int, tensors: Sequence[Tensor]) -> None:
+    """Queue a message from a rank into tensors, which are rows at equal distances in memory."""
+    places, total = _places(tensors)
+    blocks = [(at, nbytes, Block.of(tensor)) for at, nbytes, tensor in places]
+
+    def read_chunk(address: int, start: int, length: int) -> None:
+        for at, nbytes, block in blocks:
+            first, stop = max(at, start), min(at + nbytes, start + length)
+            if first < stop:
+                assert block is not None, "a tensor to receive into has rows at equal distances"
+                block.transfer(queue, address + first - start, first - at, stop - at, pack=False)
+
+    messages.receive(queue, peer, total, read_chunk)

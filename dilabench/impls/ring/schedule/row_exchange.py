@@ -8,7 +8,8 @@ each arrives at its place among the gathered rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -190,10 +191,11 @@ def _split(flat: Tensor, selections: Selections, like: Tensor) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class RowGather:
-    """Rows of other ranks' K and V gathered in two tensors [B, rows, K/parts, D], in memory rows first.
+    """Rows of other ranks' K and V gathered in two tensors [B, rows, K/parts, D].
 
     places: by owner, the gathered rows of each of its messages, and gives: by reader, the own rows of each message to
-    it, in the order in which the reader has them in `places`.
+    it, in the order in which the reader has them in `places`. returns: by reader, the own rows of all its messages if
+    they follow each other: their gradients then arrive in one tensor.
     """
 
     world: World
@@ -201,29 +203,43 @@ class RowGather:
     places: Mapping[int, Sequence[RowSelection]]
     gives: Mapping[int, Sequence[RowSelection]]
     parts: int = 1
+    returns: Mapping[int, Sequence[RowSelection]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find out once what every call needs."""
+        object.__setattr__(self, "returns", {reader: _joined(several) for reader, several in self.gives.items()})
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Work]:
         """Gathered K and V, and the work to wait for before they are read."""
         B, _, K, D = k.shape
-        keys, values = (_rows_first(x, (B, self.rows, K // self.parts, D)) for x in (k, v))
-        return (
-            keys,
-            values,
-            self.world.send_recv(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys"),
-        )
+        keys, values = (x.new_empty(B, self.rows, K // self.parts, D) for x in (k, v))
+        work = self.world.send_recv(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys")
+        return keys, values, work
 
     def give_back(self, dkeys: Tensor, dvalues: Tensor, k: Tensor) -> Returned:
         """Send dK and dV of gathered rows to their owners, and receive those that readers have made of own rows."""
-        returned = [
-            (reader, selection, [_rows_first(k, selection.shape(k)) for _ in range(2)])
-            for reader, selections in self.gives.items()
-            for selection in selections
-        ]
+        returned: list[tuple[RowSelection, list[Tensor]]] = []
         receives: dict[int, list[Tensor]] = {}
-        for reader, _, packed in returned:
-            receives.setdefault(reader, []).extend(x.transpose(0, 1) for x in packed)
+        for reader, selections in self.returns.items():
+            packed = [_empty_pair(selection, k, k.dtype) for selection in selections]
+            returned += zip(selections, packed, strict=True)
+            if len(selections) == len(self.gives[reader]):
+                receives[reader] = [x for pair in packed for x in pair]
+            else:
+                # Several messages are ranges of one tensor.
+                first = selections[0].first
+                rows = [(selection.first - first, selection.stop - selection.first) for selection in self.gives[reader]]
+                receives[reader] = [x.narrow(1, start, count) for start, count in rows for x in packed[0]]
         work = self.world.send_recv(_messages(self.places, dkeys, dvalues), receives, "gradients")
-        return Returned(work, [(selection, packed) for _, selection, packed in returned])
+        return Returned(work, returned)
+
+
+def _joined(selections: Sequence[RowSelection]) -> Sequence[RowSelection]:
+    """One selection for several of whole rows that follow each other, else these."""
+    follow = all(before.stop == after.first for before, after in pairwise(selections))
+    if len(selections) < 2 or not follow or any(selection.index is not None for selection in selections):
+        return selections
+    return [RowSelection(selections[0].first, selections[-1].stop)]
 
 
 def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
@@ -237,14 +253,5 @@ def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
 
 
 def _messages(selections: Mapping[int, Sequence[RowSelection]], *tensors: Tensor) -> dict[int, list[Tensor]]:
-    """By peer, the selected rows of tensors [B, N, ·, D] as they are sent: [rows, B, ·, D]."""
-    return {
-        peer: [selection.pack(x).transpose(0, 1) for selection in several for x in tensors]
-        for peer, several in selections.items()
-    }
-
-
-def _rows_first(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Empty [B, N, ·, D], in memory rows first: any rows that follow each other are one message, in place."""
-    B, N, *vectors = shape
-    return x.new_empty(N, B, *vectors).transpose(0, 1)
+    """By peer, the selected rows of tensors [B, N, ·, D]."""
+    return {peer: [selection.pack(x) for selection in several for x in tensors] for peer, several in selections.items()}
