@@ -56,5 +56,6 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     0 for a sink of inf, which takes everything.
     """
     share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse.isinf(), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
+    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
+    # Packed sequences have no axis of items.
+    return -(share * taken).sum((0, 2) if lse.ndim == 3 else 1).to(sink.dtype)
