@@ -261,9 +261,9 @@ def ring_attention(
     gradients are exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
-    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to one of
-    them; if others repeat an earlier call, gloo's ranks raise it after some seconds, and the group is of no more use,
-    while NCCL's wait for the timeout.
+    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to all of
+    them. If others repeat an earlier call, ranks find it out after some seconds; the group is then of no more use. On a
+    GPU no result since the last call that agreed may be read, and the next call of the group raises the error.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     if sink is not None:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,7 @@ class World:
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
     `copies`: the copy engines, if they carry the messages, else None. `transport`: what carries them, as text.
-    `counts`: messages of this rank by peer, which ranks compare. `calls`: of a gloo group, those of all its worlds.
+    `counts`: messages of this rank by peer, which ranks compare. `calls`: those of all worlds of the group.
     """
 
     rank: int
@@ -201,7 +202,7 @@ class World:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             control = _control_of(group)
         rank, size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
-        calls = calls_of(group, rank, size) if group is not None and name == "gloo" and size > 1 else None
+        calls = calls_of(control, rank, size) if control is not None and size > 1 else None
         return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name, calls=calls)
 
     def on(self, device: torch.device) -> World:
@@ -217,6 +218,9 @@ class World:
                 "init_process_group was given; move one of them"
             )
         transport = transport_of(replace(self, device=device))
+        if self.calls is not None and self.group is not None:
+            copies, abort = transport.copies, partial(_abort, ref(self.group), device)
+            self.calls.ends[device] = abort if copies is None else copies.end_waits
         if (device, transport) == (self.device, (self.transport, self.copies)):
             return self
         return replace(self, device=device, copies=transport.copies, transport=transport.name)
@@ -333,7 +337,7 @@ class World:
 
     def numbered(self, request: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Number a call of the group for as long as the context is open (`calls`). All ranks do."""
-        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request)
+        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request, self.device)
 
     def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
         """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""
@@ -353,7 +357,11 @@ class World:
             dist.all_reduce(torch.zeros(1, device=self.device, dtype=torch.float32), group=self.group)
 
     def check(self) -> None:
-        """Raise RuntimeError if a message of this rank was lost: no later result may be used."""
+        """Raise RuntimeError if a message of this rank was lost, RanksDisagreeError if ranks were found in different
+        calls: no later result may be used.
+        """
+        if self.calls is not None:
+            self.calls.check()
         if self.copies is not None:
             self.copies.check()
 
@@ -426,6 +434,13 @@ def _end(group: dist.ProcessGroup) -> None:
     """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
+
+
+def _abort(group: ref[dist.ProcessGroup], device: torch.device, _reason: str) -> None:
+    """End the waits of NCCL's kernels, and with them the communicator."""
+    alive = group()
+    if alive is not None:
+        alive._get_backend(device).abort()
 
 
 def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:

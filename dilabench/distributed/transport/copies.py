@@ -124,6 +124,11 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def let_others_capture() -> None:
+    """From now on calls of this thread end no capture of a CUDA graph by another one."""
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
 def _check(status: int) -> None:
     if status:
         name = ctypes.c_char_p()
@@ -283,6 +288,10 @@ class Copies:
         if self._trouble:
             raise RuntimeError(self._trouble)
 
+    def end_waits(self, reason: str) -> None:
+        """Let the device go on without the messages that it waits for. From now on `check` raises the reason."""
+        self._trouble = self._trouble or reason
+
     def confirm_counts(self) -> None:
         """Compare the counters on this device with the counts that were queued, once every rank's device is done.
 
@@ -307,7 +316,7 @@ class Copies:
         return counters
 
     def _watch(self) -> None:
-        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        let_others_capture()
         while not self._closed.wait(_WATCH_S):
             try:
                 torch.cuda.set_device(self._device)
