@@ -261,12 +261,18 @@ def _is_plain(plain: Plain, span: int | None, q: Tensor, k: Tensor, *others: Ten
     if dim % plain.head_dim_multiple or (multiple > 1 and dim * itemsize % multiple):
         return False
     for x in (q, k, *others):
+        if x.is_contiguous():
+            # All its strides are multiples of the last dimension, and it spans its own elements.
+            numel = x.numel()
+            if not numel or (span is not None and numel > span) or (multiple > 1 and x.data_ptr() % multiple):
+                return False
+            continue
         if not x.numel() or (span is not None and x.untyped_storage().nbytes() > span * itemsize):
             return False
         *steps, last = x.stride()
         if (last != 1 and dim > 1) or (multiple > 1 and x.data_ptr() % multiple):
             return False
-        if multiple > 1 and not x.is_contiguous():
+        if multiple > 1:
             for step, size in zip(steps, x.shape, strict=False):
                 if size > 1 and step * itemsize % multiple:
                     return False

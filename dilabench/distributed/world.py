@@ -66,6 +66,10 @@ class Traffic:
         return named | dict(zip((SENT_BYTES.key, RECEIVED_BYTES.key), self.total(), strict=True))
 
 
+Counts = Mapping[int, tuple[int, int]]
+"""By peer the number of messages, and their bytes."""
+
+
 class MessageCounts:
     """Messages and their bytes that this rank has sent to, and received from, every rank since it joined."""
 
@@ -73,19 +77,23 @@ class MessageCounts:
         self.sent = [[0, 0] for _ in range(size)]
         self.received = [[0, 0] for _ in range(size)]
 
-    def add(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> tuple[int, int]:
+    def add(self, sent: Counts, received: Counts) -> tuple[int, int]:
         """Count an exchange; return the bytes sent and received."""
-        return self._added(self.sent, sends), self._added(self.received, receives)
+        return self._added(self.sent, sent), self._added(self.received, received)
 
     @staticmethod
-    def _added(counts: list[list[int]], messages: Mapping[int, Sequence[Tensor]]) -> int:
+    def _added(counts: list[list[int]], messages: Counts) -> int:
         total = 0
-        for peer, tensors in messages.items():
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            counts[peer][0] += len(tensors)
-            counts[peer][1] += nbytes
+        for peer, (number, nbytes) in messages.items():
+            of_peer = counts[peer]
+            of_peer[0] += number
+            of_peer[1] += nbytes
             total += nbytes
         return total
+
+
+def _counts(messages: Mapping[int, Sequence[Tensor]]) -> Counts:
+    return {peer: (len(tensors), sum(tensor.nbytes for tensor in tensors)) for peer, tensors in messages.items()}
 
 
 class Work:
@@ -254,8 +262,7 @@ class World:
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
-        sent, received = self.counts.add(sends, receives)
-        self.traffic.add(kind, sent=sent, received=received)
+        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
@@ -266,6 +273,11 @@ class World:
             [*self._operations(dist.irecv, arriving), *self._operations(dist.isend, contiguous)]
         )
         return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors], staged=staged)
+
+    def count(self, sent: Counts, received: Counts, kind: str) -> None:
+        """Count an exchange."""
+        sent_bytes, received_bytes = self.counts.add(sent, received)
+        self.traffic.add(kind, sent=sent_bytes, received=received_bytes)
 
     def _refuse_capture(self, x: Tensor) -> None:
         """Raise RuntimeError while a CUDA graph of x is captured: graphs of NCCL's messages did not end in tests."""
@@ -289,8 +301,7 @@ class World:
             return received, Work(())
         given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
         sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
-        bytes_sent, bytes_received = self.counts.add(sends, receives)
-        self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
+        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
             return received, Work([self.copies.send_recv(sends, receives)], taken)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launch_cache import Launch, LaunchCache, layout, stride_unit
+from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache, stride_unit
 from dilabench.kernels.lse import MOST_PARTS, by_row, has_kernel, share_of
 from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import finite
@@ -152,6 +153,7 @@ def _combine_kernel(
     h3,
     n_rows,
     n_heads,
+    ONTO: tl.constexpr,
     PARTS: tl.constexpr,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
@@ -164,15 +166,25 @@ def _combine_kernel(
     batch, head, rows = _tile(n_rows, n_heads, ROWS)
     columns = tl.arange(0, COLUMNS)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
+    result_lse = tl.full((ROWS,), float("-inf"), tl.float32)
+    lse_places = lse_ptr + batch * lse_b + head * lse_h + rows * lse_r
+    if ONTO:
+        result_lse = tl.load(lse_places, mask=rows < n_rows, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(PARTS):
         own = rows - firsts[part]
-        top = tl.maximum(top, _load_lse(lses[part], batch, own, head, counts[part], n_heads))
+        lse = result_lse
+        if part > 0 or not ONTO:
+            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+        top = tl.maximum(top, lse)
     top = finite(top)
     weights = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in tl.static_range(PARTS):
         own = rows - firsts[part]
-        weight = tl.exp(_load_lse(lses[part], batch, own, head, counts[part], n_heads) - top)
+        lse = result_lse
+        if part > 0 or not ONTO:
+            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+        weight = tl.exp(lse - top)
         # An empty row is not read: its memory may be uninitialised.
         values = _load(parts[part], strides[part], batch, own, head, columns, weight > 0.0, UNIT, DIM)
         out += values * weight[:, None]
@@ -183,7 +195,6 @@ def _combine_kernel(
     inside = rows < n_rows
     places = _places(total_ptr, (total_b, total_r, total_h), batch, rows, head, columns, UNIT)
     tl.store(places, out.to(total_ptr.dtype.element_ty), mask=inside[:, None] & (columns < DIM)[None, :])
-    lse_places = lse_ptr + batch * lse_b + head * lse_h + rows * lse_r
     tl.store(lse_places, top + tl.log(weights), mask=inside)
 
 
@@ -193,13 +204,11 @@ def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
     parts: 1 to MOST_PARTS of (x, first), x [B, R, H, D] in any dtype and with any strides, on rows [first, first + R).
     `total` may be one of them. Raises ValueError when a part does not fit.
     """
-    _check(total, [(x, first) for x, first in parts])
-    if total.numel() == 0:
-        return
-    if has_kernel(total.device, total.dtype):
+    if total.numel() and has_kernel(total.device, total.dtype):
         _sum_triton_(total, parts)
-    else:
-        sum_parts_torch_(total, parts)
+        return
+    _check(total, parts)
+    sum_parts_torch_(total, parts)
 
 
 def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
@@ -207,18 +216,15 @@ def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
 
     parts: 1 to MOST_PARTS of (out, lse, first), out [B, R, H, D] and lse [B, H, R] on rows from first on.
     If lse is -inf a part counts as empty for any out; rows empty in all parts become 0 and -inf. `out` and `lse` may
-    belong to a part. Raises ValueError when a part does not fit.
+    be the first part. Raises ValueError when a part does not fit.
     """
+    if out.numel() and has_kernel(out.device, out.dtype):
+        _combine_triton_(out, lse, parts)
+        return
     _check(out, [(x, first) for x, _, first in parts])
     for x, part_lse, _ in parts:
-        if part_lse.shape != (x.shape[0], x.shape[2], x.shape[1]):
-            raise ValueError(f"a part {tuple(x.shape)} has lse {tuple(part_lse.shape)}: it must be [B, H, R]")
-    if out.numel() == 0:
-        return
-    if has_kernel(out.device, out.dtype):
-        _combine_triton_(out, lse, parts)
-    else:
-        combine_torch_(out, lse, parts)
+        _check_lse(x, part_lse)
+    combine_torch_(out, lse, parts)
 
 
 def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
@@ -259,19 +265,24 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
 
 
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
+    onto = parts[0][1] is lse
     tensors = {"total": out, "lse": lse}
     for part, (x, part_lse, _) in enumerate(parts):
-        tensors[f"part{part}"], tensors[f"lse{part}"] = _with_dense_heads(x), part_lse.contiguous()
+        tensors[f"part{part}"] = _with_dense_heads(x)
+        if part or not onto:
+            tensors[f"lse{part}"] = part_lse.contiguous()
     _launched(_combine_kernel, tensors, [first for _, _, first in parts])
 
 
-def _launched(kernel: object, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
-    cache = _cache(*firsts, *map(layout, tensors.values()))
+def _launched(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
+    facts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % COPY_BYTES) for x in tensors.values()]
+    cache = _cache(tensors["total"].device, *firsts, *facts)
     cache.launch("parts", [tensors], lambda: [_launch(kernel, tensors, firsts)])
 
 
-def _launch(kernel: object, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> Launch:
+def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> Launch:
     total, parts = tensors["total"], [tensors[f"part{part}"] for part in range(len(firsts))]
+    _check(total, [*zip(parts, firsts, strict=True)])
     B, N, H, D = total.shape
     columns = triton.next_power_of_2(D)
     rows, num_warps = row_program("combine", columns)
@@ -280,11 +291,14 @@ def _launch(kernel: object, tensors: Mapping[str, Tensor], firsts: Sequence[int]
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")
     unit = stride_unit(total, *parts)
-    arguments: dict[str, object] = dict.fromkeys(kernel.arg_names)  # type: ignore[attr-defined]
+    arguments: dict[str, Any] = dict.fromkeys(kernel.arg_names)
     arguments |= dict.fromkeys(_RANGES, 0) | {f"{name}_ptr": x for name, x in tensors.items()}
     arguments |= zip(("total_b", "total_r", "total_h"), (step // unit for step in total.stride()), strict=False)
     if "lse" in tensors:
         arguments |= zip(_LSE_NUMBERS, tensors["lse"].stride(), strict=True)
+        arguments["ONTO"] = "lse0" not in tensors
+        for part, x in enumerate(parts):
+            _check_lse(x, tensors.get(f"lse{part}", tensors["lse"]))
     for part, (x, first) in enumerate(zip(parts, firsts, strict=True)):
         b, r, h = (step // unit for step in x.stride()[:3])
         values = {"first": first, "count": x.shape[1], "b": b, "r": r, "h": h}
@@ -296,6 +310,11 @@ def _launch(kernel: object, tensors: Mapping[str, Tensor], firsts: Sequence[int]
 
 def _with_dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_lse(part: Tensor, lse: Tensor) -> None:
+    if lse.shape != (part.shape[0], part.shape[2], part.shape[1]):
+        raise ValueError(f"a part {tuple(part.shape)} has lse {tuple(lse.shape)}: it must be [B, H, R]")
 
 
 def _check(result: Tensor, parts: Sequence[RowSum]) -> None:

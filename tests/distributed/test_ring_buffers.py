@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dilabench.distributed.transport.copies import MOST_ROWS, Block, receive, send
+from dilabench.distributed.transport.messages import MOST_ROWS, Message, receive, send
 from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
 from dilabench.distributed.transport.slots import SLOTS, Slots
 
@@ -147,26 +147,58 @@ MESSAGES = {
 def test_tensors_of_any_strides_arrive_in_their_order(names, items, rows):
     """The longer ones take several chunks, which end anywhere in a row."""
     sent = [MESSAGES[name](torch.randn(items, rows, 3, 5)) for name in names]
+    message = Message.of(sent, most_rows=MOST_ROWS)
     # Some tensors are written by the host, which does not wait until a chunk was taken.
-    by_host = any((block := Block.of(x)) is None or block.count > MOST_ROWS for x in sent)
+    by_host = not all(part.count for part in message.parts)
     ranks = Ranks(2, 64 * REGION if by_host else REGION)
     memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
-    send(ranks.buffers[0], memory, queue, 1, sent)
+    send(ranks.buffers[0], memory, queue, 1, message, sent)
     places = [torch.empty(len(x), x.shape[1] + 2, *x.shape[2:])[:, 1:-1] for x in sent]
-    receive(ranks.buffers[1], ranks.inward[1], 0, places)
+    receive(ranks.buffers[1], ranks.inward[1], 0, Message.of(places), places)
     assert all(ranks.finish())
     for place, x in zip(places, sent, strict=True):
         assert torch.equal(place, x)
 
 
-def test_a_block_is_rows_at_equal_distances():
-    x = torch.empty(4, 6, 2, 8)
-    for part, count in ((x, 1), (x[1:3], 1), (x[:, 2:4], 4), (x[:, :, :1], 24), (x[:1, 2:4], 1), (x[..., 0], 48)):
-        block = Block.of(part)
-        assert block.count == count
-        assert block.width * block.count == part.nbytes
-    assert Block.of(x[:, 1:5, :1]) is None
-    assert Block.of(x[:0]) is None
+@pytest.mark.parametrize("spans", [[(0, 9)], [(2, 5)], [(0, 1), (1, 4), (6, 9)], [(3, 3), (8, 9)]])
+@pytest.mark.parametrize("dim", [8, 3])
+@pytest.mark.parametrize("region", [REGION, 64 * REGION])
+def test_rows_of_two_tensors_arrive_in_one_of_both(spans, dim, region):
+    """Also where the second one does not begin at a multiple of what messages are aligned to."""
+    sent = [torch.randn(3, 9, 1, dim) for _ in range(2)]
+    both = torch.zeros(2, 3, 12, 1, dim)
+    ranks = Ranks(2, region)
+    memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
+    message = Message.of_rows([(number, *span) for span in spans for number in range(2)], sent)
+    arriving = Message.of_rows([(0, first + 2, stop + 2) for first, stop in spans], [both])
+    assert message.nbytes == arriving.nbytes
+    send(ranks.buffers[0], memory, queue, 1, message, sent)
+    receive(ranks.buffers[1], ranks.inward[1], 0, arriving, [both])
+    assert all(ranks.finish())
+    wanted = torch.zeros_like(both)
+    for first, stop in spans:
+        wanted[:, :, first + 2 : stop + 2] = torch.stack([x[:, first:stop] for x in sent])
+    assert torch.equal(both, wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        (lambda x: x, 1),
+        (lambda x: x[1:3], 1),
+        (lambda x: x[:, 2:4], 4),
+        (lambda x: x[:, :, :1], 24),
+        (lambda x: x[:1, 2:4], 1),
+        (lambda x: x[..., 0], 48),
+        (lambda x: x[:, 1:5, :1], 0),
+        (lambda x: x[:0], 0),
+    ],
+)
+def test_a_tensor_is_rows_at_equal_distances_if_its_strides_are(part, count):
+    x = part(torch.empty(4, 6, 2, 8))
+    (found,), _ = Message.of([x])
+    assert found.count == count
+    assert not count or found.width * count == x.nbytes
 
 
 def test_a_send_says_whether_a_rank_must_take_something_first():

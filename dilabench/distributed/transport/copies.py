@@ -14,22 +14,22 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilabench.distributed.transport.messages import MOST_ROWS, Message, receive, send
 from dilabench.distributed.transport.ring_buffers import (
     ALIGNMENT,
     COUNTER_STEP,
     LARGEST_COUNT,
-    Queue,
     RingBuffers,
     Rows,
 )
 from dilabench.distributed.transport.slots import SLOTS, Slots
-from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
 _WAIT_UNTIL_AT_LEAST = 0
@@ -141,8 +141,6 @@ def _check(status: int) -> None:
 _MEMORY_SHARE = 64
 # Share of each reader's region for messages in CUDA graphs.
 _CAPTURED_SHARE = 4
-# A tensor of more rows is written by a kernel of torch: the driver's is slow for short rows.
-MOST_ROWS = 16
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
@@ -164,7 +162,7 @@ class CopyWork:
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._copies.current_stream().wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
             self._ended = None
@@ -207,7 +205,7 @@ class Copies:
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
-        self._queues: dict[torch.cuda.Stream, StreamQueue] = {}
+        self._queues: dict[int, StreamQueue] = {}
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
@@ -231,37 +229,63 @@ class Copies:
         return max(1, share >> 20) << 20
 
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
-        """Send tensors to ranks and receive into tensors from ranks, after the work in the current stream. All tensors
-        to a rank are one message.
+        """Send tensors to ranks and receive into tensors from ranks, which are rows at equal distances in memory."""
+        tensors: list[Tensor] = []
+
+        def numbered(several: Sequence[Tensor], most_rows: float = inf) -> Message:
+            tensors.extend(several)
+            return Message.of(several, len(tensors) - len(several), most_rows)
+
+        return self.exchange(
+            {peer: numbered(several, MOST_ROWS) for peer, several in sends.items()},
+            {peer: numbered(several) for peer, several in receives.items()},
+            tensors,
+        )
+
+    def exchange(
+        self, sends: Mapping[int, Message], receives: Mapping[int, Message], tensors: Sequence[Tensor]
+    ) -> CopyWork:
+        """Send messages to ranks and receive messages from ranks, after the work in the current stream; `tensors` are
+        those that messages number.
 
         Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
         become part of it. A copy on another stream would not be sooner: within a device it takes multiprocessors, which
         an attention kernel that began meanwhile does not give up.
         """
         self.check()
-        current = torch.cuda.current_stream(self._device)
+        queue = self._current()
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
         if captured:
             self._captures = True
             self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
-        self._inward.stream.wait_event(current.record_event())
-        queue, waits = self._queues.get(current), False
-        if queue is None:
-            queue = self._queues[current] = StreamQueue(current)
+        self._inward.stream.wait_event(queue.stream.record_event())
+        waits = False
         for peer in self._by_distance(sends, 1):
-            waits |= send(messages, memory, queue, peer, sends[peer])
+            waits |= send(messages, memory, queue, peer, sends[peer], tensors)
         for peer in self._by_distance(receives, -1):
-            receive(messages, self._inward, peer, receives[peer])
+            receive(messages, self._inward, peer, receives[peer], tensors)
         arrived = self._inward.stream.record_event()
         if captured:
             return CopyWork(self, self._device, arrived, self._exchanges[1:])
         # Sends that wait for no rank need no deadline.
-        events = (current.record_event(), arrived) if waits else (arrived,)
+        events = (queue.stream.record_event(), arrived) if waits else (arrived,)
         deadline = time.monotonic() + self.timeout_s
         self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
         return CopyWork(self, self._device, arrived)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The current stream of the device."""
+        return self._current().stream
+
+    def _current(self) -> StreamQueue:
+        # The stream's number takes the host a tenth of the time that torch's object of it takes.
+        number = torch._C._cuda_getCurrentRawStream(self._device.index)
+        queue = self._queues.get(number)
+        if queue is None:
+            queue = self._queues[number] = StreamQueue(torch.cuda.current_stream(self._device))
+        return queue
 
     def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
         """Peers in the order in which they follow this rank, or precede it (-1)."""
@@ -360,105 +384,3 @@ def _end_process(message: str) -> None:
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
     os.abort()
-
-
-class Block(NamedTuple):
-    """The memory of a tensor, in its order: `count` rows of `width` bytes, each `pitch` bytes after the one before."""
-
-    address: int
-    width: int
-    pitch: int
-    count: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Block | None:
-        """None for a tensor of other strides, or without elements."""
-        if x.is_contiguous():
-            nbytes = x.nbytes
-            return cls(x.data_ptr(), nbytes, nbytes, 1) if nbytes else None
-        item = width = x.element_size()
-        pitch, count = 0, 1
-        for size, step in zip(reversed(x.shape), reversed(x.stride()), strict=True):
-            if size == 1:
-                continue
-            if count == 1 and step * item == width:
-                width *= size
-            elif count == 1:
-                pitch, count = step * item, size
-            elif step * item == pitch * count:
-                count *= size
-            else:
-                return None
-        return cls(x.data_ptr(), width, pitch, count)
-
-    def transfer(self, queue: Queue, packed: int, first: int, stop: int, *, pack: bool) -> None:
-        """Queue the copy of bytes [first, stop) to an address where they follow each other (`pack`), or from there."""
-
-        def copy(inside: int, away: int, nbytes: int) -> None:
-            place = packed + inside
-            queue.copy(*((place, away) if pack else (away, place)), nbytes)
-
-        if self.count == 1:
-            copy(0, self.address + first, stop - first)
-        elif stop - first == self.width * self.count:
-            rows, packed_rows = (self.address, self.pitch), (packed, self.width)
-            queue.copy_rows(*((packed_rows, rows) if pack else (rows, packed_rows)), self.width, self.count)
-        else:
-            for row in range(first // self.width, -(-stop // self.width)):
-                start = row * self.width
-                low, high = max(first, start), min(stop, start + self.width)
-                copy(low - first, self.address + row * self.pitch + low - start, high - low)
-
-
-def _places(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int, Tensor]], int]:
-    """(start, bytes, tensor) of each in the message that they are together, and its bytes."""
-    places, at = [], 0
-    for tensor in tensors:
-        nbytes = tensor.nbytes
-        places.append((at, nbytes, tensor))
-        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return places, at
-
-
-def send(messages: RingBuffers | Slots, memory: Tensor, queue: Queue, peer: int, tensors: Sequence[Tensor]) -> bool:
-    """Queue a message of tensors to a rank through the sender's memory; return as `RingBuffers.send`."""
-    places, total = _places(tensors)
-    base, in_pieces = memory.data_ptr(), total > messages.longest_chunk
-    prepared = []
-    for at, nbytes, tensor in places:
-        block = Block.of(tensor)
-        if block is not None and block.count > MOST_ROWS:
-            block = None
-        if block is None and in_pieces:
-            # One kernel makes it contiguous; its copy is kept until it is queued.
-            tensor = tensor.contiguous()
-            block = Block.of(tensor)
-        prepared.append((at, nbytes, tensor, block))
-
-    def write_chunk(place: int, start: int, length: int) -> None:
-        for at, nbytes, tensor, block in prepared:
-            first, stop = max(at, start), min(at + nbytes, start + length)
-            if first >= stop:
-                continue
-            target = place + first - start
-            if block is not None:
-                block.transfer(queue, base + target, first - at, stop - at, pack=True)
-            else:
-                copy_strided_(memory[target : target + nbytes].view(tensor.dtype).view(tensor.shape), tensor)
-
-    return messages.send(queue, peer, total, write_chunk)
-
-
-def receive(messages: RingBuffers | Slots, queue: Queue, peer: int, tensors: Sequence[Tensor]) -> None:
-    """Queue a message from a rank into tensors, which are rows at equal distances in memory."""
-    places, total = _places(tensors)
-    blocks = [(at, nbytes, Block.of(tensor)) for at, nbytes, tensor in places]
-
-    def read_chunk(address: int, start: int, length: int) -> None:
-        for at, nbytes, block in blocks:
-            first, stop = max(at, start), min(at + nbytes, start + length)
-            if first < stop:
-                assert block is not None, "a tensor to receive into has rows at equal distances"
-                block.transfer(queue, address + first - start, first - at, stop - at, pack=False)
-
-    messages.receive(queue, peer, total, read_chunk)

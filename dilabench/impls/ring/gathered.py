@@ -93,11 +93,11 @@ class Gathered(Calls):
         """dq, dk, dv of this rank's shards; gradients of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
         onto = SumOnto() if self.tiles is not None else None
-        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q))
-        dkeys, dvalues = Sum.like(keys), Sum.like(values)
+        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q, onto_first=True))
+        dkeys, dvalues = (Sum.like(x, onto_first=not self.own) for x in (keys, values))
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
-        dk, dv = Sum.like(k), Sum.like(v)
+        dk, dv = (Sum.like(x, onto_first=not self.own) for x in (k, v))
         for local, gathered in self.own:
             for total, part in ((dk, dkeys), (dv, dvalues)):
                 total.add_rows(part, gathered.first, gathered.stop - gathered.first, local.first)
