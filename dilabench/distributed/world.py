@@ -325,7 +325,7 @@ class World:
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, added in their order: a new tensor with the same bits on all of them."""
-        first, *others = self.all_gather(x, [x.shape] * self.size, "sums")
+        first, *others = self.all_gather(x, [x.shape] * self.size, "parameters")
         total = first.clone()
         for other in others:
             total += other
