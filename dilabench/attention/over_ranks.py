@@ -85,7 +85,8 @@ class SequenceShards:
         *_read: Tensor | None,
     ) -> ShardedAttention | ShapesOnly:
         """The computation for tensors like these, made once for each shape and kind. Raises ValueError."""
-        key_of_call = (*((x.shape, x.dtype, x.device) for x in (query, key, value)), call)
+        kinds = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
+        key_of_call = (*kinds, query.device, key.device, value.device, call)
         known = self._functions.get(key_of_call)
         if known is None:
             operands.check_kinds((x.dtype, x.device) for x in (query, key, value))

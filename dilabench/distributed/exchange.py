@@ -41,19 +41,19 @@ class Exchange:
 
     def start(self, *tensors: Tensor) -> Work:
         """Send and receive rows of these tensors, and return the work to wait for."""
-        tensors = tuple(x.contiguous() for x in tensors)
+        given = [x.contiguous() for x in tensors]
         copies = self.world.copies
         if copies is None:
-            return self.world.send_recv(_rows(self.sends, tensors), _rows(self.receives, tensors), self.kind)
+            return self.world.send_recv(_rows(self.sends, given), _rows(self.receives, given), self.kind)
         if not self.sends and not self.receives:
             return Work(())
-        key = (tensors[0].dtype, *(x.shape for x in tensors))
+        key = (given[0].dtype, *[x.shape for x in given])
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._planned(tensors)
+            plan = self._plans[key] = self._planned(given)
         self.world.count(plan.sent, plan.received, self.kind)
-        work = copies.exchange(plan.sends, plan.receives, tensors)
-        return Work([work], [tensors[number] for number in plan.arriving])
+        work = copies.exchange(plan.sends, plan.receives, given)
+        return Work([work], [given[number] for number in plan.arriving])
 
     def _planned(self, tensors: Sequence[Tensor]) -> _Plan:
         sends, receives = (

@@ -25,8 +25,9 @@ RowSoftmax = tuple[Tensor, Tensor, int]
 _RANGES = tuple(f"{what}{part}" for part in range(MOST_PARTS) for what in ("first", "count", "b", "r", "h"))
 _NUMBERS = ("n_rows", "n_heads", "total_b", "total_r", "total_h", *_RANGES)
 _LSE_NUMBERS = ("lse_b", "lse_h", "lse_r")
+_PARTS, _LSES = (tuple(f"{name}{part}" for part in range(MOST_PARTS)) for name in ("part", "lse"))
 # Rows of lse begin at any position, whose address is a multiple of 16 bytes for some lengths only.
-_ANYWHERE = ("lse_ptr", *(f"lse{part}_ptr" for part in range(MOST_PARTS)))
+_ANYWHERE = ("lse_ptr", *(f"{name}_ptr" for name in _LSES))
 
 
 @triton.jit
@@ -259,22 +260,23 @@ def _cache(*_key: Hashable) -> LaunchCache:
 
 def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     tensors = {"total": total}
-    for part, (x, _) in enumerate(parts):
-        tensors[f"part{part}"] = _with_dense_heads(x)
+    for name, (x, _) in zip(_PARTS, parts, strict=False):
+        tensors[name] = x if x.stride(-1) == 1 else x.contiguous()
     _launched(_sum_kernel, tensors, [first for _, first in parts])
 
 
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
-    onto = parts[0][1] is lse
+    onto = bool(parts) and parts[0][1] is lse
     tensors = {"total": out, "lse": lse}
-    for part, (x, part_lse, _) in enumerate(parts):
-        tensors[f"part{part}"] = _with_dense_heads(x)
-        if part or not onto:
-            tensors[f"lse{part}"] = part_lse.contiguous()
+    for part, lse_of_part, (x, part_lse, _) in zip(_PARTS, _LSES, parts, strict=False):
+        tensors[part] = x if x.stride(-1) == 1 else x.contiguous()
+        if not (onto and part_lse is lse):
+            tensors[lse_of_part] = part_lse.contiguous()
     _launched(_combine_kernel, tensors, [first for _, _, first in parts])
 
 
 def _launched(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
+    _check_number(firsts)
     facts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % COPY_BYTES) for x in tensors.values()]
     cache = _cache(tensors["total"].device, *firsts, *facts)
     cache.launch("parts", [tensors], lambda: [_launch(kernel, tensors, firsts)])
@@ -308,8 +310,9 @@ def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -
     return Launch(kernel, lambda _: ((programs,), arguments))
 
 
-def _with_dense_heads(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _check_number(parts: Sequence[Any]) -> None:
+    if not 0 < len(parts) <= MOST_PARTS:
+        raise ValueError(f"{len(parts)} parts: there must be at least one, and at most {MOST_PARTS}")
 
 
 def _check_lse(part: Tensor, lse: Tensor) -> None:
@@ -318,8 +321,7 @@ def _check_lse(part: Tensor, lse: Tensor) -> None:
 
 
 def _check(result: Tensor, parts: Sequence[RowSum]) -> None:
-    if not 0 < len(parts) <= MOST_PARTS:
-        raise ValueError(f"{len(parts)} parts: there must be at least one, and at most {MOST_PARTS}")
+    _check_number(parts)
     if result.stride(-1) != 1:
         raise ValueError(f"the result has stride {result.stride(-1)} in the head dimension: it must be dense there")
     B, N, H, D = result.shape

@@ -161,7 +161,8 @@ class CopyWork:
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
-        self._copies.check()
+        if self._copies.trouble:
+            self._copies.check()
         self._copies.current_stream().wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
@@ -311,6 +312,11 @@ class Copies:
             self._trouble = f"rank {self._rank}: the thread that watches its transfers has ended"
         if self._trouble:
             raise RuntimeError(self._trouble)
+
+    @property
+    def trouble(self) -> str:
+        """Why no result may be used; empty if nothing is known against it."""
+        return self._trouble
 
     def end_waits(self, reason: str) -> None:
         """Let the device go on without the messages that it waits for. From now on `check` raises the reason."""
