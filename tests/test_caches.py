@@ -45,6 +45,7 @@ CACHES = {
     "backends/flex.py:_compiled": Cache(64, "compiled kernels: compilation takes seconds"),
     "backends/flex.py:_block_mask": Cache(32, "block lists on the device"),
     "backends/flex.py:_packed_mask": Cache(2, "block lists of a packing, up to 1 GiB each"),
+    "backends/sdpa/cudnn.py:_unread": Cache(UNBOUNDED, "a number that no kernel reads", few="devices of the process"),
     "backends/sdpa/flash_cpu.py:_kept_mask": Cache(16, "additive masks, which take memory"),
     # Choice.
     "choice/computation.py:_machine": Cache(16, "one machine for a kind of device, which takes a probe"),
@@ -77,7 +78,7 @@ CACHES = {
     "engine/verify/timed_outputs.py:_PastOracle._heads": Cache(PROPERTY, "heads of a past call, perhaps fetched"),
     "engine/verify/timed_outputs.py:_PastOracle.full_dout": Cache(PROPERTY, "rows of a past call, perhaps fetched"),
     # Kernels.
-    "kernels/combine.py:_launch": Cache(256, "the grid of a launch, read in every call"),
+    "kernels/combine.py:_cache": Cache(256, "launches of a few kilobytes, no tables on the device"),
     "kernels/cpu/aten_flash.py:_multiplies": Cache(
         UNBOUNDED, "asks torch, which a trace of a call cannot", few="dtypes"
     ),

@@ -16,6 +16,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention import operands
@@ -33,7 +34,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls.call import Call, OwnBackend, PatternFields, fields_of, name_of_function, pattern_of
 from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
-from dilabench.impls.one_operator import as_one_operator, is_plain_eager_call, new_number, register
+from dilabench.impls.one_operator import as_one_operator, eager, is_plain_eager_call, new_number, register
 from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.answers import reach_of
@@ -84,12 +85,14 @@ class SequenceShards:
         *_read: Tensor | None,
     ) -> ShardedAttention | ShapesOnly:
         """The computation for tensors like these, made once for each shape and kind. Raises ValueError."""
-        operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
-        if query.is_meta:
-            raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
-        key_of_call = (query.shape, key.shape, query.dtype, query.device, call)
+        kinds = (query.shape, key.shape, value.shape), (query.dtype, key.dtype, value.dtype)
+        key_of_call = (*kinds, query.device, key.device, value.device, call)
         known = self._functions.get(key_of_call)
         if known is None:
+            operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+            if query.is_meta:
+                raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
+            operands.check_call(call)
             try:
                 workload = _workload(query, key, self, call)
                 if self.seq_len and query.shape[0 if not self.packed else -1]:
@@ -120,6 +123,10 @@ class SequenceShards:
             return 0
         of_query, of_key = (torch.empty(shape, device="meta", dtype=torch.float32) for shape in (query, key))
         return attended_pairs(_workload(of_query, of_key, self, call)) // self.world.size
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, for gradients of sinks in compiled graphs."""
+        return self._world_on(x.device).summed(x)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor; `dim` is the axis of tokens. Raises ValueError for another length."""
@@ -241,6 +248,7 @@ def ring_attention(
     scale: float | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
+    sink: Tensor | None = None,
     algorithm: str = AUTO,
     backend: str | Attend = AUTO,
 ) -> Tensor:
@@ -249,35 +257,55 @@ def ring_attention(
     These are this rank's tokens; packed: [T_local, H, D]. With `segment_lengths` and `dilation_rates` it is dilated
     attention. All ranks call it, forward and backward, in the same order. `algorithm` and `backend` are names of
     `dilabench list`, or `backend` is a function of dense attention as for `dilated_attention`. 'auto' is the algorithm
-    that should be the fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). Gradients are
-    exact. Under torch.compile forward and backward are one operator each, with all messages inside.
+    that should be the fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). `sink`: [H],
+    the logits of a key of value 0 that every row sees, the same on all ranks; its gradient is summed over them. The
+    gradients are exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
-    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to one of
-    them; if others repeat an earlier call, gloo's ranks raise it after some seconds, and the group is of no more use,
-    while NCCL's wait for the timeout.
+    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to all of
+    them. If others repeat an earlier call, ranks find it out after some seconds; the group is then of no more use. On a
+    GPU no result since the last call that agreed may be read, and the next call of the group raises the error.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
-    refuse_forward_mode(query, key, value)
+    if sink is not None:
+        operands.check_is_tensor(sink)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
     pattern: Pattern | PatternFields = DENSE
-    if any(branches := _branches(segment_lengths, dilation_rates)):
-        pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
-    given = bool(causal), operands.integers("window", window), scale
-    operands.check_options({"causal": causal, "algorithm": algorithm, "backend": backend})
+    if segment_lengths is not None or dilation_rates is not None:
+        branches = _branches(segment_lengths, dilation_rates)
+        if any(branches):
+            pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
+    if type(causal) is not bool:
+        operands.check_options({"causal": causal})
+        causal = bool(causal)
+    sides = window if type(window) is tuple else operands.integers("window", window)
+    own: Any = backend
     if not isinstance(backend, str):
-        backend = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)  # type: ignore[assignment]
-    is_pattern = isinstance(pattern, Pattern)
-    call = Call(pattern, *given, backend=backend, algorithm=algorithm)  # type: ignore[arg-type]
-    operands.refuse_types(call._replace(pattern=DENSE)._asdict())
-    if is_pattern and is_plain_eager_call(query, key, value):
-        return shards._computation_for(query, key, value, call)(query, key, value)
-    # The backward pass reads these copies; copies made inside would be repeated there.
-    tensors = query.contiguous(), key.contiguous(), value.contiguous()
+        operands.check_options({"backend": backend})
+        own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
+    if isinstance(pattern, Pattern):
+        call = Call(pattern, causal, sides, scale, backend=own, algorithm=algorithm)  # type: ignore[arg-type]
+        if is_plain_eager_call(query, key, value):
+            try:
+                computation = shards._computation_for(query, key, value, call)
+            except TypeError:
+                operands.refuse_types(call._asdict())
+                raise
+            if sink is not None:
+                operands.check_sink(sink, query[None] if shards.packed else query, pattern)
+            return eager(computation, query.contiguous(), key.contiguous(), value.contiguous(), sink)[0]
     fields = fields_of(pattern) if isinstance(pattern, Pattern) else pattern
     assert fields is not None, "dilated and dense patterns have fields"
-    return as_one_operator(shards._number, *tensors, call, fields)[0]
+    call = Call(DENSE, causal, sides, scale, backend=own, algorithm=algorithm)  # type: ignore[arg-type]
+    operands.refuse_types(call._asdict())
+    if sink is not None:
+        operands.check_sink(sink, query[None] if shards.packed else query, None)
+    # The backward pass reads these copies; copies made inside would be repeated there.
+    tensors = query.contiguous(), key.contiguous(), value.contiguous()
+    return as_one_operator(shards._number, *tensors, call, fields, sink)[0]
 
 
 def _workload(query: Tensor, key: Tensor, shards: SequenceShards, call: Call) -> Workload:

@@ -17,16 +17,20 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOPs of a rank, and bytes from rank to rank and in its memory, per second."""
+    """FLOPs of a rank, and bytes from rank to rank and in its memory, per second.
+
+    launch_s: seconds of a rank's host for a call of attention, or an exchange of messages, in one pass.
+    """
 
     flops: float
     between: float
     within: float
+    launch_s: float
 
 
 # Rates of H200s with NVLink, and of processes on one CPU. They are constants, because all ranks must make the same
 # choice; only their ratios matter, and little.
-RATES: Mapping[Size, Rates] = {"large": Rates(500e12, 400e9, 4e12), "small": Rates(50e9, 2e9, 10e9)}
+RATES: Mapping[Size, Rates] = {"large": Rates(500e12, 400e9, 4e12, 150e-6), "small": Rates(50e9, 2e9, 10e9, 0.0)}
 # Exposed share of overlapped messages: on two and four H200 a seventh to a fifth of their time.
 LEAST_EXPOSED = 0.2
 # Reads and writes per element of q if the results of ring steps are summed at the end: parts of out in the forward
@@ -42,9 +46,10 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     if sharding is None:
         return None
     received = sharding.received_bytes(workload, ranks)
-    if received is None and workload.window != UNBOUNDED:
-        # At most the bytes that full attention receives.
-        received = sharding.received_bytes(workload.replace(window=UNBOUNDED), ranks)
+    if received is None and workload.layout == "padded":
+        # About the bytes of full attention over a length that ranks divide.
+        even = -(-workload.seq_len // (2 * ranks)) * 2 * ranks
+        received = sharding.received_bytes(workload.replace(window=UNBOUNDED, seq_len=even), ranks)
     if received is None:
         return None
     balance, meanwhile = sharding.load_balance(workload, ranks), sharding.overlapping_share(workload, ranks)
@@ -55,7 +60,10 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     efficiency = ideal_efficiency(balance, computation_s, transfer_s, hidden_s)
     queries = workload.tokens * workload.num_heads * workload.head_dim / ranks
     summed = BYTES_SUMMED[workload.mode] * queries if sharding.sums_hops(workload, ranks) else 0.0
-    seconds = computation_s / efficiency + summed / rates.within
+    calls, forward, backward = sharding.launches(workload, ranks)
+    launches = {"forward": calls + forward, "backward": calls + backward}
+    host_s = rates.launch_s * launches.get(workload.mode, sum(launches.values()))
+    seconds = max(computation_s / efficiency + summed / rates.within, host_s)
     return seconds if math.isfinite(seconds) else None
 
 

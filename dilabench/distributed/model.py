@@ -4,12 +4,20 @@ Sources: docs/explanation of ring attention (`ring.md` §5.3). l = N/P rows per 
 most receives, which all others wait for.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 # How a sequence is cut: chunks r and 2P-1-r of 2P, the r-th part, or chunks assigned by their work on rank r of P.
 Order = Literal["zigzag", "contiguous", "balanced"]
+
+
+class Launches(NamedTuple):
+    """Calls of attention in one pass, and exchanges of messages in the forward and in the backward pass."""
+
+    calls: int
+    forward: int
+    backward: int
 
 
 class Sharding(Protocol):
@@ -29,6 +37,10 @@ class Sharding(Protocol):
 
     def order(self, workload: Workload) -> Order | None:
         """The order of tokens on ranks; None for one that `sequence_shards` does not have. Optional."""
+        ...
+
+    def launches(self, workload: Workload, ranks: int) -> Launches:
+        """What the host of a rank does in a call, which lasts no shorter than that. Optional."""
         ...
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:

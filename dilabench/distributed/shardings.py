@@ -11,7 +11,7 @@ from typing import Literal
 from dilabench.distributed.assignment import Assignment
 from dilabench.distributed.balance import StepPairs, step_pairs
 from dilabench.distributed.block_assignment import BlockAssignment
-from dilabench.distributed.model import Order
+from dilabench.distributed.model import Launches, Order
 from dilabench.distributed.row_assignment import RowAssignment
 from dilabench.workload.equal_parts import usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
@@ -31,6 +31,10 @@ class Counted(ABC):
     def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
         """False: all keys are present when a row is computed."""
         return False
+
+    def launches(self, _workload: Workload, ranks: int) -> Launches:
+        """A call on own keys, two on all others, which come in one exchange."""
+        return Launches(min(ranks, 3), 1, 1)
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """λ from the pairs; dense and causal it is P/(2P-1) in order and 1 zigzag."""
@@ -70,7 +74,8 @@ class Steps(Counted):
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last step's work, whose keys must have arrived; a backward pass that begins with this step has no
-        gradients to send before. 0 if all keys come in one exchange: the zigzag cut has no call on local keys alone.
+        gradients to send before. 0 if all keys come in one exchange: the call on local keys hides little of it where
+        ranks are many.
         """
         if self.kept == "all":
             return 0.0
@@ -95,6 +100,13 @@ class Steps(Counted):
     def sums_hops(self, _workload: Workload, ranks: int) -> bool:
         """True if keys come step by step."""
         return ranks > 1 and self.kept != "all"
+
+    def launches(self, workload: Workload, ranks: int) -> Launches:
+        """A call on the keys of each rank, and an exchange with it."""
+        if self.kept == "all":
+            return Counted.launches(self, workload, ranks)
+        steps = ranks - 1
+        return Launches(ranks, steps, 2 * steps - (self.kept == "last step"))
 
     def _half_shards(self, causal: bool, ranks: int) -> Iterator[tuple[int, int, int]]:
         """Per rank, in half shards: K received forward, K received backward, dK received."""
@@ -141,6 +153,10 @@ class WholeShards(Steps):
 
 class OneExchange(Counted):
     """Every row of nested branches that a rank sees, once, in one exchange."""
+
+    def launches(self, _workload: Workload, ranks: int) -> Launches:
+        """A call on the keys of each rank."""
+        return Launches(ranks, 1, 1)
 
     def order(self, _workload: Workload) -> Order:
         """Contiguous."""
@@ -189,6 +205,10 @@ class HeadsForTokens:
         """False: each rank has whole sequences of its heads."""
         return False
 
+    def launches(self, _workload: Workload, _ranks: int) -> Launches:
+        """One call; tokens for heads, and back, in each pass."""
+        return Launches(1, 2, 2)
+
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """(P-1)/P of q, k, v and out (and lse); backward, of dout, dq, dk and dv."""
         if ranks == 1:
@@ -216,6 +236,11 @@ class HeadsInRing:
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """As for the ring."""
         return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
+
+    def launches(self, workload: Workload, ranks: int) -> Launches:
+        """Those of the ring, and the exchanges of a group."""
+        calls, forward, backward = self.ring.launches(workload, usp_degrees(ranks)[1])
+        return Launches(calls, forward + 2, backward + 2)
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """As for the ring."""

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.calls import Calls, calls_of
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
@@ -64,6 +66,10 @@ class Traffic:
         return named | dict(zip((SENT_BYTES.key, RECEIVED_BYTES.key), self.total(), strict=True))
 
 
+Counts = Mapping[int, tuple[int, int]]
+"""By peer the number of messages, and their bytes."""
+
+
 class MessageCounts:
     """Messages and their bytes that this rank has sent to, and received from, every rank since it joined."""
 
@@ -71,32 +77,44 @@ class MessageCounts:
         self.sent = [[0, 0] for _ in range(size)]
         self.received = [[0, 0] for _ in range(size)]
 
-    def add(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> tuple[int, int]:
+    def add(self, sent: Counts, received: Counts) -> tuple[int, int]:
         """Count an exchange; return the bytes sent and received."""
-        return self._added(self.sent, sends), self._added(self.received, receives)
+        return self._added(self.sent, sent), self._added(self.received, received)
 
     @staticmethod
-    def _added(counts: list[list[int]], messages: Mapping[int, Sequence[Tensor]]) -> int:
+    def _added(counts: list[list[int]], messages: Counts) -> int:
         total = 0
-        for peer, tensors in messages.items():
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            counts[peer][0] += len(tensors)
-            counts[peer][1] += nbytes
+        for peer, (number, nbytes) in messages.items():
+            of_peer = counts[peer]
+            of_peer[0] += number
+            of_peer[1] += nbytes
             total += nbytes
         return total
+
+
+def _counts(messages: Mapping[int, Sequence[Tensor]]) -> Counts:
+    return {peer: (len(tensors), sum(tensor.nbytes for tensor in tensors)) for peer, tensors in messages.items()}
 
 
 class Work:
     """Messages in flight. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
     aliases: tensors given to gloo instead of the originals. Its thread releases them immediately or steps later, and
-    the memory would stay allocated that long; `wait` empties them, so that they hold no memory.
+    the memory would stay allocated that long; `wait` empties them, so that they hold no memory. staged: strided tensors
+    to receive into, each with the contiguous one that its message arrives in.
     """
 
-    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = (), aliases: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        kept: Sequence[Tensor] = (),
+        aliases: Sequence[Tensor] = (),
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         self._works = works
         self._kept = kept
         self._aliases = aliases
+        self._staged = staged
 
     def wait(self) -> None:
         """Return when the received tensors may be used. Raises RuntimeError if a peer is gone or too slow."""
@@ -104,7 +122,9 @@ class Work:
             work.wait()
         for alias in self._aliases:
             alias.set_(torch.UntypedStorage(0))
-        self._works, self._kept, self._aliases = (), (), ()
+        for place, arrived in self._staged:
+            copy_strided_(place, arrived)
+        self._works, self._kept, self._aliases, self._staged = (), (), (), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +133,7 @@ class World:
 
     `control`: a gloo group for small facts (sizes, times, failures), so that asking never waits for the device.
     `copies`: the copy engines, if they carry the messages, else None. `transport`: what carries them, as text.
-    `counts`: messages of this rank by peer, which ranks compare. `calls`: of a gloo group, those of all its worlds.
+    `counts`: messages of this rank by peer, which ranks compare. `calls`: those of all worlds of the group.
     """
 
     rank: int
@@ -190,7 +210,7 @@ class World:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             control = _control_of(group)
         rank, size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
-        calls = calls_of(group, rank, size) if group is not None and name == "gloo" and size > 1 else None
+        calls = calls_of(control, rank, size) if control is not None and size > 1 else None
         return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name, calls=calls)
 
     def on(self, device: torch.device) -> World:
@@ -206,6 +226,9 @@ class World:
                 "init_process_group was given; move one of them"
             )
         transport = transport_of(replace(self, device=device))
+        if self.calls is not None and self.group is not None:
+            copies, abort = transport.copies, partial(_abort, ref(self.group), device)
+            self.calls.ends[device] = abort if copies is None else copies.end_waits
         if (device, transport) == (self.device, (self.transport, self.copies)):
             return self
         return replace(self, device=device, copies=transport.copies, transport=transport.name)
@@ -232,22 +255,29 @@ class World:
     def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Work:
-        """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
+        """Send tensors to peers and receive into tensors from peers, all in one batch. Those received
+        into may be rows of each batch item, [B, n, ...] of a contiguous tensor.
 
         Sent tensors may be overwritten after `Work.wait`, because NCCL reads them on its stream.
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
-        sent, received = self.counts.add(sends, receives)
-        self.traffic.add(kind, sent=sent, received=received)
+        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
+        staged: list[tuple[Tensor, Tensor]] = []
+        arriving = {peer: [_contiguous_for(x, staged) for x in tensors] for peer, tensors in receives.items()}
         works = dist.batch_isend_irecv(
-            [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
+            [*self._operations(dist.irecv, arriving), *self._operations(dist.isend, contiguous)]
         )
-        return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors])
+        return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors], staged=staged)
+
+    def count(self, sent: Counts, received: Counts, kind: str) -> None:
+        """Count an exchange."""
+        sent_bytes, received_bytes = self.counts.add(sent, received)
+        self.traffic.add(kind, sent=sent_bytes, received=received_bytes)
 
     def _refuse_capture(self, x: Tensor) -> None:
         """Raise RuntimeError while a CUDA graph of x is captured: graphs of NCCL's messages did not end in tests."""
@@ -271,8 +301,7 @@ class World:
             return received, Work(())
         given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
         sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
-        bytes_sent, bytes_received = self.counts.add(sends, receives)
-        self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
+        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
             return received, Work([self.copies.send_recv(sends, receives)], taken)
@@ -294,6 +323,14 @@ class World:
         self.send_recv(sends, receives, kind).wait()
         return parts
 
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, added in their order: a new tensor with the same bits on all of them."""
+        first, *others = self.all_gather(x, [x.shape] * self.size, "parameters")
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""
         if self.size == 1:
@@ -311,7 +348,7 @@ class World:
 
     def numbered(self, request: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Number a call of the group for as long as the context is open (`calls`). All ranks do."""
-        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request)
+        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request, self.device)
 
     def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
         """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""
@@ -331,7 +368,11 @@ class World:
             dist.all_reduce(torch.zeros(1, device=self.device, dtype=torch.float32), group=self.group)
 
     def check(self) -> None:
-        """Raise RuntimeError if a message of this rank was lost: no later result may be used."""
+        """Raise RuntimeError if a message of this rank was lost, RanksDisagreeError if ranks were found in different
+        calls: no later result may be used.
+        """
+        if self.calls is not None:
+            self.calls.check()
         if self.copies is not None:
             self.copies.check()
 
@@ -404,6 +445,21 @@ def _end(group: dist.ProcessGroup) -> None:
     """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
+
+
+def _abort(group: ref[dist.ProcessGroup], device: torch.device, _reason: str) -> None:
+    """End the waits of NCCL's kernels, and with them the communicator."""
+    alive = group()
+    if alive is not None:
+        alive._get_backend(device).abort()
+
+
+def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The place to receive into, or a contiguous tensor that is noted in `staged` with it."""
+    if place.is_contiguous():
+        return place
+    staged.append((place, place.new_empty(place.shape)))
+    return staged[-1][1]
 
 
 def _alias(x: Tensor) -> Tensor:

@@ -60,10 +60,11 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dlse: Te
     0 for a sink of inf, which takes everything.
     """
     share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse.isinf(), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
     if dlse is not None:
         taken = taken - dlse
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
+    # Packed sequences have no axis of items.
+    return -(share * taken).sum((0, 2) if lse.ndim == 3 else 1).to(sink.dtype)
 
 
 # Parts of dlse, each a column of values: three of bfloat16 have the digits of a float32.

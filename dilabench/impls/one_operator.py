@@ -49,7 +49,8 @@ class Computation(Protocol):
     `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
     last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
     `backward`; and `differentiable`, out and lse that torch itself differentiates, or None for tensors of which it
-    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out.
+    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out; `forward` then also
+    takes a sink, and `summed` adds up the gradients that ranks have for it.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
@@ -168,10 +169,21 @@ def eager(
         direct = getattr(computation, "differentiable", None) if only_out and sink is None else None
         found: tuple[Tensor, Tensor] | None = direct(q, k, v) if direct is not None else None
         return WithGradient.apply(computation, q, k, v, sink, *read) if found is None else found
-    out, lse, *_ = computation.forward(q, k, v)
-    if sink is not None:
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    out, lse, *_ = with_sink(computation, computation.forward, q, k, v, sink)
     return out, lse
+
+
+def with_sink(
+    computation: Computation, forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> Any:
+    """What `forward` of a computation gives, with a sink added to it."""
+    if sink is None:
+        return forward(q, k, v)
+    if getattr(computation, "exchanges", False):
+        return forward(q, k, v, sink)
+    out, lse, *more = forward(q, k, v)
+    add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    return out, lse, *more
 
 
 class WithGradient(torch.autograd.Function):
@@ -182,9 +194,8 @@ class WithGradient(torch.autograd.Function):
         ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *read: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         # As `forward_before_backward`, without a call in between.
-        out, lse, *more = getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
-        if sink is not None:
-            add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+        forward = getattr(computation, "forward_before_backward", computation.forward)
+        out, lse, *more = forward(q, k, v) if sink is None else with_sink(computation, forward, q, k, v, sink)
         ctx.computation, ctx.num_read = computation, len(read)
         ctx.save_for_backward(q, k, v, out, lse, sink, *read, *(more[0] if more else ()))
         if getattr(computation, "exchanges", False):
@@ -210,7 +221,8 @@ class WithGradient(torch.autograd.Function):
             dout = as_batch_of(dlse, dout)
             given, gradients = (*given, dlse), partial(with_lse_gradient, gradients)
         if sink is not None:
-            given, gradients = (*given, sink), partial(with_sink_gradient, gradients, dlse is not None)
+            given, summed = (*given, sink), getattr(ctx.computation, "summed", None)
+            gradients = partial(with_sink_gradient, gradients, summed, dlse is not None)
         return None, *first_derivatives(gradients, dout, *given), *none
 
 
@@ -223,13 +235,19 @@ def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor
 
 
 def with_sink_gradient(
-    gradients: Callable[..., tuple[Tensor, ...]], has_dlse: bool, dout: Tensor, *given: Tensor
+    gradients: Callable[..., tuple[Tensor, ...]],
+    summed: Callable[[Tensor], Tensor] | None,
+    has_dlse: bool,
+    dout: Tensor,
+    *given: Tensor,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv of `gradients`, and that of the sink, which is given last, with has_dlse behind the gradient of lse;
-    out and lse are those with the sink.
+    out and lse are those with the sink. summed: over ranks.
     """
     *others, sink = given
-    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
+    found = gradients(dout, *others)
+    of_sink = sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
+    return *found, of_sink if summed is None else summed(of_sink)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -353,9 +371,7 @@ def _forward_op(
     call = read_call(asked) if asked else None
     prepares = call is not None and call.wants_gradient
     forward = getattr(computation, "forward_before_backward", None) if prepares else None
-    out, lse, *more = (forward or computation.forward)(query, key, value)
-    if sink is not None:
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    out, lse, *more = with_sink(computation, forward or computation.forward, query, key, value, sink)
     passed_on = call is not None and call.algorithm and more and more[0]
     kept = as_bytes(computation, *more) if passed_on else query.new_empty(0, dtype=torch.uint8)
     return out.contiguous(), lse.contiguous(), kept
@@ -392,6 +408,13 @@ def _backward_op(
     else:
         dq, dk, dv = with_lse_gradient(computation.backward, dout, *given, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@operator("sum_over_ranks", lambda x, _number: torch.empty_like(x))
+def _sum_over_ranks_op(x: Tensor, number: int) -> Tensor:
+    """The sum of a tensor over the ranks of the `SequenceShards` of this number."""
+    summed: Tensor = _registered[number].summed(x)
+    return summed
 
 
 def _is_alone(read: Sequence[Tensor | None], number: int, asked: str) -> bool:
@@ -467,7 +490,9 @@ class _Differentiable(torch.autograd.Function):
         if dlse is not None:
             given, dout = [*given, dlse], as_batch_of(dlse, dout)
         if sink is not None:
-            given, function = [*given, sink], partial(with_sink_gradient, gradients, dlse is not None)
+            over_ranks = ctx.asked and read_call(ctx.asked).algorithm
+            summed = partial(_sum_over_ranks_op, number=ctx.number) if over_ranks else None
+            given, function = [*given, sink], partial(with_sink_gradient, gradients, summed, dlse is not None)
         found = first_derivatives(function, dout, *given)
         return *found, *(None for _ in range(9 - len(found)))
 

@@ -4,25 +4,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilabench.kernels.launch_cache import launch_once
-from dilabench.kernels.lse import by_row, has_kernel, share_of
+from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache, stride_unit
+from dilabench.kernels.lse import MOST_PARTS, by_row, has_kernel, share_of
 from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import finite
 
-# Ranges go to the kernels in units of 1/16 row: Triton compiles again for integers that are 1, a multiple of 16 or
-# neither, in any combination of parts.
-UNIT: tl.constexpr = tl.constexpr(16)
-
 RowSum = tuple[Tensor, int]
 RowSoftmax = tuple[Tensor, Tensor, int]
+
+# Integers are not specialised: neither ranges of rows nor strides need another kernel.
+_RANGES = tuple(f"{what}{part}" for part in range(MOST_PARTS) for what in ("first", "count", "b", "r", "h"))
+_NUMBERS = ("n_rows", "n_heads", "total_b", "total_r", "total_h", *_RANGES)
+_LSE_NUMBERS = ("lse_b", "lse_h", "lse_r")
+_PARTS, _LSES = (tuple(f"{name}{part}" for part in range(MOST_PARTS)) for name in ("part", "lse"))
+# Rows of lse begin at any position, whose address is a multiple of 16 bytes for some lengths only.
+_ANYWHERE = ("lse_ptr", *(f"{name}_ptr" for name in _LSES))
 
 
 @triton.jit
@@ -37,13 +42,14 @@ def _tile(n_rows, n_heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _places(ptr, strides, batch, rows, head, columns):
-    return ptr + batch * strides[0] + rows[:, None] * strides[1] + head * strides[2] + columns[None, :]
+def _places(ptr, strides, batch, rows, head, columns, UNIT: tl.constexpr):
+    row = (batch * strides[0] + rows[:, None] * strides[1] + head * strides[2]) * UNIT
+    return ptr + row + columns[None, :]
 
 
 @triton.jit
-def _load(ptr, strides, batch, rows, head, columns, read, DIM: tl.constexpr):
-    places = _places(ptr, strides, batch, rows, head, columns)
+def _load(ptr, strides, batch, rows, head, columns, read, UNIT: tl.constexpr, DIM: tl.constexpr):
+    places = _places(ptr, strides, batch, rows, head, columns, UNIT)
     return tl.load(places, mask=read[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
 
 
@@ -53,109 +59,173 @@ def _load_lse(ptr, batch, rows, head, count, n_heads):
     return tl.load(places, mask=(rows >= 0) & (rows < count), other=float("-inf")).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_heads"])
+@triton.jit(do_not_specialize=_NUMBERS)
 def _sum_kernel(
     total_ptr,
-    total_strides,
-    parts,
-    part_strides,
-    firsts,
-    counts,
+    part0_ptr,
+    part1_ptr,
+    part2_ptr,
+    part3_ptr,
+    total_b,
+    total_r,
+    total_h,
+    first0,
+    count0,
+    b0,
+    r0,
+    h0,
+    first1,
+    count1,
+    b1,
+    r1,
+    h1,
+    first2,
+    count2,
+    b2,
+    r2,
+    h2,
+    first3,
+    count3,
+    b3,
+    r3,
+    h3,
     n_rows,
     n_heads,
+    PARTS: tl.constexpr,
+    UNIT: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    parts = (part0_ptr, part1_ptr, part2_ptr, part3_ptr)
+    firsts, counts = (first0, first1, first2, first3), (count0, count1, count2, count3)
+    strides = ((b0, r0, h0), (b1, r1, h1), (b2, r2, h2), (b3, r3, h3))
     batch, head, rows = _tile(n_rows, n_heads, ROWS)
     columns = tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in tl.static_range(len(parts)):
-        own = rows - firsts[part] // UNIT
-        covered = (own >= 0) & (own < counts[part] // UNIT)
-        total += _load(parts[part], part_strides[part], batch, own, head, columns, covered, DIM)
+    for part in tl.static_range(PARTS):
+        own = rows - firsts[part]
+        covered = (own >= 0) & (own < counts[part])
+        total += _load(parts[part], strides[part], batch, own, head, columns, covered, UNIT, DIM)
     # The result may be one of the parts: no thread may write what another has yet to read.
     tl.debug_barrier()
-    places = _places(total_ptr, total_strides, batch, rows, head, columns)
+    places = _places(total_ptr, (total_b, total_r, total_h), batch, rows, head, columns, UNIT)
     inside = (rows < n_rows)[:, None] & (columns < DIM)[None, :]
     tl.store(places, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_heads"])
+@triton.jit(do_not_specialize=(*_NUMBERS, *_LSE_NUMBERS), do_not_specialize_on_alignment=_ANYWHERE)
 def _combine_kernel(
-    out_ptr,
+    total_ptr,
     lse_ptr,
-    out_strides,
-    lse_strides,
-    parts,
-    lses,
-    part_strides,
-    firsts,
-    counts,
+    part0_ptr,
+    part1_ptr,
+    part2_ptr,
+    part3_ptr,
+    lse0_ptr,
+    lse1_ptr,
+    lse2_ptr,
+    lse3_ptr,
+    total_b,
+    total_r,
+    total_h,
+    lse_b,
+    lse_h,
+    lse_r,
+    first0,
+    count0,
+    b0,
+    r0,
+    h0,
+    first1,
+    count1,
+    b1,
+    r1,
+    h1,
+    first2,
+    count2,
+    b2,
+    r2,
+    h2,
+    first3,
+    count3,
+    b3,
+    r3,
+    h3,
     n_rows,
     n_heads,
+    ONTO: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNIT: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    parts, lses = (part0_ptr, part1_ptr, part2_ptr, part3_ptr), (lse0_ptr, lse1_ptr, lse2_ptr, lse3_ptr)
+    firsts, counts = (first0, first1, first2, first3), (count0, count1, count2, count3)
+    strides = ((b0, r0, h0), (b1, r1, h1), (b2, r2, h2), (b3, r3, h3))
     batch, head, rows = _tile(n_rows, n_heads, ROWS)
     columns = tl.arange(0, COLUMNS)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for part in tl.static_range(len(parts)):
-        own = rows - firsts[part] // UNIT
-        top = tl.maximum(top, _load_lse(lses[part], batch, own, head, counts[part] // UNIT, n_heads))
+    result_lse = tl.full((ROWS,), float("-inf"), tl.float32)
+    lse_places = lse_ptr + batch * lse_b + head * lse_h + rows * lse_r
+    if ONTO:
+        result_lse = tl.load(lse_places, mask=rows < n_rows, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        own = rows - firsts[part]
+        lse = result_lse
+        if part > 0 or not ONTO:
+            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+        top = tl.maximum(top, lse)
     top = finite(top)
     weights = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in tl.static_range(len(parts)):
-        own = rows - firsts[part] // UNIT
-        weight = tl.exp(_load_lse(lses[part], batch, own, head, counts[part] // UNIT, n_heads) - top)
+    for part in tl.static_range(PARTS):
+        own = rows - firsts[part]
+        lse = result_lse
+        if part > 0 or not ONTO:
+            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+        weight = tl.exp(lse - top)
         # An empty row is not read: its memory may be uninitialised.
-        values = _load(parts[part], part_strides[part], batch, own, head, columns, weight > 0.0, DIM)
+        values = _load(parts[part], strides[part], batch, own, head, columns, weight > 0.0, UNIT, DIM)
         out += values * weight[:, None]
         weights += weight
     out = out / tl.where(weights == 0.0, 1.0, weights)[:, None]
     # The result may be one of the parts: no thread may write what another has yet to read.
     tl.debug_barrier()
     inside = rows < n_rows
-    places = _places(out_ptr, out_strides, batch, rows, head, columns)
-    tl.store(places, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < DIM)[None, :])
-    lse_places = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + rows * lse_strides[2]
+    places = _places(total_ptr, (total_b, total_r, total_h), batch, rows, head, columns, UNIT)
+    tl.store(places, out.to(total_ptr.dtype.element_ty), mask=inside[:, None] & (columns < DIM)[None, :])
     tl.store(lse_places, top + tl.log(weights), mask=inside)
 
 
 def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
     """Overwrite total [B, N, H, D] with the sum of parts; rows that none covers become 0.
 
-    parts: at least one (x, first), x [B, R, H, D] in any dtype and with any strides, on rows [first, first + R).
+    parts: 1 to MOST_PARTS of (x, first), x [B, R, H, D] in any dtype and with any strides, on rows [first, first + R).
     `total` may be one of them. Raises ValueError when a part does not fit.
     """
-    _check(total, [(x, first) for x, first in parts])
-    if total.numel() == 0:
-        return
-    if has_kernel(total.device, total.dtype):
+    if total.numel() and has_kernel(total.device, total.dtype):
         _sum_triton_(total, parts)
-    else:
-        sum_parts_torch_(total, parts)
+        return
+    _check(total, parts)
+    sum_parts_torch_(total, parts)
 
 
 def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """Overwrite out [B, N, H, D] and lse [B, H, N] with the attention over all key sets, given each set's own.
 
-    parts: at least one (out, lse, first), out [B, R, H, D] and lse [B, H, R] (natural log), on rows [first, first + R).
+    parts: 1 to MOST_PARTS of (out, lse, first), out [B, R, H, D] and lse [B, H, R] on rows from first on.
     If lse is -inf a part counts as empty for any out; rows empty in all parts become 0 and -inf. `out` and `lse` may
-    belong to a part. Raises ValueError when a part does not fit.
+    be the first part. Raises ValueError when a part does not fit.
     """
+    if out.numel() and has_kernel(out.device, out.dtype):
+        _combine_triton_(out, lse, parts)
+        return
     _check(out, [(x, first) for x, _, first in parts])
     for x, part_lse, _ in parts:
-        if part_lse.shape != (x.shape[0], x.shape[2], x.shape[1]):
-            raise ValueError(f"a part {tuple(x.shape)} has lse {tuple(part_lse.shape)}: it must be [B, H, R]")
-    if out.numel() == 0:
-        return
-    if has_kernel(out.device, out.dtype):
-        _combine_triton_(out, lse, parts)
-    else:
-        combine_torch_(out, lse, parts)
+        _check_lse(x, part_lse)
+    combine_torch_(out, lse, parts)
 
 
 def sum_parts_torch_(total: Tensor, parts: Sequence[RowSum]) -> None:
@@ -182,63 +252,76 @@ def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
     lse.copy_(merged)
 
 
+@lru_cache(maxsize=256)
+def _cache(*_key: Hashable) -> LaunchCache:
+    """The launch on parts of these layouts and first rows, which holds no table."""
+    return LaunchCache()
+
+
 def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
-    rows = [_with_dense_heads(x) for x, _ in parts]
-    programs, shape = _launch(total.shape)
-    launch_once(
-        _sum_kernel,
-        (programs,),
-        total,
-        total.stride()[:3],
-        tuple(rows),
-        tuple(x.stride()[:3] for x in rows),
-        tuple(UNIT.value * first for _, first in parts),
-        tuple(UNIT.value * x.shape[1] for x in rows),
-        *total.shape[1:3],
-        **shape,
-    )
+    tensors = {"total": total}
+    for name, (x, _) in zip(_PARTS, parts, strict=False):
+        tensors[name] = x if x.stride(-1) == 1 else x.contiguous()
+    _launched(_sum_kernel, tensors, [first for _, first in parts])
 
 
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
-    rows = [_with_dense_heads(x) for x, _, _ in parts]
-    programs, shape = _launch(out.shape)
-    launch_once(
-        _combine_kernel,
-        (programs,),
-        out,
-        lse,
-        out.stride()[:3],
-        lse.stride(),
-        tuple(rows),
-        tuple(part_lse.contiguous() for _, part_lse, _ in parts),
-        tuple(x.stride()[:3] for x in rows),
-        tuple(UNIT.value * first for _, _, first in parts),
-        tuple(UNIT.value * x.shape[1] for x in rows),
-        *out.shape[1:3],
-        **shape,
-    )
+    onto = bool(parts) and parts[0][1] is lse
+    tensors = {"total": out, "lse": lse}
+    for part, lse_of_part, (x, part_lse, _) in zip(_PARTS, _LSES, parts, strict=False):
+        tensors[part] = x if x.stride(-1) == 1 else x.contiguous()
+        if not (onto and part_lse is lse):
+            tensors[lse_of_part] = part_lse.contiguous()
+    _launched(_combine_kernel, tensors, [first for _, _, first in parts])
 
 
-def _with_dense_heads(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _launched(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
+    _check_number(firsts)
+    facts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % COPY_BYTES) for x in tensors.values()]
+    cache = _cache(tensors["total"].device, *firsts, *facts)
+    cache.launch("parts", [tensors], lambda: [_launch(kernel, tensors, firsts)])
 
 
-@lru_cache(maxsize=256)
-def _launch(shape: torch.Size) -> tuple[int, dict[str, int]]:
-    """Programs, tile and warps of one launch over a result of shape [B, N, H, D]."""
-    B, N, H, D = shape
+def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> Launch:
+    total, parts = tensors["total"], [tensors[f"part{part}"] for part in range(len(firsts))]
+    _check(total, [*zip(parts, firsts, strict=True)])
+    B, N, H, D = total.shape
     columns = triton.next_power_of_2(D)
     rows, num_warps = row_program("combine", columns)
     rows = min(rows, triton.next_power_of_2(N))
     programs = B * H * triton.cdiv(N, rows)
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")
-    return programs, {"DIM": D, "ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
+    unit = stride_unit(total, *parts)
+    arguments: dict[str, Any] = dict.fromkeys(kernel.arg_names)
+    arguments |= dict.fromkeys(_RANGES, 0) | {f"{name}_ptr": x for name, x in tensors.items()}
+    arguments |= zip(("total_b", "total_r", "total_h"), (step // unit for step in total.stride()), strict=False)
+    if "lse" in tensors:
+        arguments |= zip(_LSE_NUMBERS, tensors["lse"].stride(), strict=True)
+        arguments["ONTO"] = "lse0" not in tensors
+        for part, x in enumerate(parts):
+            _check_lse(x, tensors.get(f"lse{part}", tensors["lse"]))
+    for part, (x, first) in enumerate(zip(parts, firsts, strict=True)):
+        b, r, h = (step // unit for step in x.stride()[:3])
+        values = {"first": first, "count": x.shape[1], "b": b, "r": r, "h": h}
+        arguments |= {f"{name}{part}": value for name, value in values.items()}
+    shape = {"PARTS": len(parts), "UNIT": unit, "DIM": D, "ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
+    arguments |= {"n_rows": N, "n_heads": H, **shape}
+    return Launch(kernel, lambda _: ((programs,), arguments))
+
+
+def _check_number(parts: Sequence[Any]) -> None:
+    if not 0 < len(parts) <= MOST_PARTS:
+        raise ValueError(f"{len(parts)} parts: there must be at least one, and at most {MOST_PARTS}")
+
+
+def _check_lse(part: Tensor, lse: Tensor) -> None:
+    if lse.shape != (part.shape[0], part.shape[2], part.shape[1]):
+        raise ValueError(f"a part {tuple(part.shape)} has lse {tuple(lse.shape)}: it must be [B, H, R]")
 
 
 def _check(result: Tensor, parts: Sequence[RowSum]) -> None:
-    if not parts:
-        raise ValueError("no parts: there must be at least one")
+    _check_number(parts)
     if result.stride(-1) != 1:
         raise ValueError(f"the result has stride {result.stride(-1)} in the head dimension: it must be dense there")
     B, N, H, D = result.shape

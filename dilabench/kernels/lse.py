@@ -18,6 +18,8 @@ from torch import Tensor
 # Elements of a slice that a half-precision merge holds in float32: what a cache keeps, and work enough for a GPU.
 SLICE_ELEMENTS = 2**13
 SLICE_ELEMENTS_ON_CUDA = 2**24
+# The most partial results that one pass of `combine` reads; a ring over four ranks needs one pass.
+MOST_PARTS = 4
 
 
 # The version of Triton in torch 2.10, the first that dilabench's kernels ran with. Descriptors require it, too

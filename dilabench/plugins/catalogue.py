@@ -9,7 +9,7 @@ from typing import Any
 
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation
 from dilabench.choice.ways import OverBackend, Registry, Ways
-from dilabench.distributed.model import Sharding
+from dilabench.distributed.model import Launches, Sharding
 from dilabench.errors import PluginError
 from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.boundary import Problem, answered, guarded
@@ -132,6 +132,10 @@ class HeldSharding:
 
     def order(self, _workload: Workload) -> None:
         """None: `sequence_shards` cuts for dilabench's own algorithms."""
+
+    def launches(self, _workload: Workload, _ranks: int) -> Launches:
+        """Nothing is known of its host."""
+        return Launches(0, 0, 0)
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Like `Sharding.sums_hops`; False for an older sharding without that method."""

@@ -1,12 +1,14 @@
 """Ranks in different calls are found by what they wrote into the store, and ranks that are late are not."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dilabench.distributed import calls as calls_module
 from dilabench.distributed.calls import Calls, disagreement
 from dilabench.distributed.failures import RanksDisagreeError
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ONE, OTHER = {"scale": None, "rows": (4, 4)}, {"scale": 0.5, "rows": (4, 4)}
 
 
@@ -36,9 +38,9 @@ def ranks(monkeypatch):
 def waiting(calls, *requests):
     """Make these calls; the last one has not ended."""
     for request in requests[:-1]:
-        with calls.numbered(request):
+        with calls.numbered(request, CPU):
             pass
-    calls.numbered(requests[-1])
+    calls.numbered(requests[-1], CPU)
 
 
 def ended_by(calls):
@@ -84,12 +86,53 @@ def test_calls_with_one_number_that_differ_are_found(ranks, of_first, of_second,
 
 def test_a_rank_that_does_not_wait_writes_nothing(ranks):
     first, second = ranks
-    with first.numbered(ONE):
+    with first.numbered(ONE, CPU):
         pass
     waiting(second, OTHER)
     first.look()
     second.look()
     assert ended_by(second) is None
+
+
+class Device:
+    """A GPU that has, or has not, come to the end of the last call."""
+
+    def __init__(self, monkeypatch, done):
+        self.done, self.said = done, []
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+        self.record = lambda _stream: None
+
+    def query(self):
+        return self.done
+
+
+@pytest.mark.parametrize("first_waits", ["host", "device"])
+@pytest.mark.parametrize(("other", "done", "found"), [(OTHER, False, True), (OTHER, True, False), (ONE, False, False)])
+def test_a_device_that_waits_is_told_although_its_host_went_on(ranks, monkeypatch, other, done, found, first_waits):
+    first, second = ranks
+    device = Device(monkeypatch, done)
+    for calls in ranks:
+        calls.ends[GPU] = device.said.append
+    for calls, request in ((first, ONE), (second, other)):
+        for asked in (ONE, request, ONE):
+            with calls.numbered(asked, GPU):
+                pass
+    if first_waits == "host":
+        first.numbered(ONE, GPU)
+    for _ in range(2):
+        for calls in ranks:
+            calls.look()
+    assert len(device.said) == 2 * found
+    for calls in ranks:
+        if found:
+            assert "scale 0.5" in device.said[0]
+            for use in (calls.check, lambda calls=calls: calls.numbered(ONE, GPU)):
+                with pytest.raises(RanksDisagreeError, match="scale"):
+                    use()
+        else:
+            calls.check()
 
 
 def test_entries_of_an_earlier_group_do_not_count(ranks):

@@ -50,6 +50,14 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         assert reason in text
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sinks_and_their_summed_gradients_are_those_of_one_device(launch, ranks):
+    import library_cases
+
+    every = [*range(len(library_cases.WITH_SINKS))]
+    assert launch(library_cases.wrong_with_sinks, ranks, [every]) == [[]] * ranks
+
+
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 1, 60), (0, 20, 41, 60)])
 def test_packed_sequences_stay_packed_however_few_there_are(bounds):
     """The library's own function for a single process."""

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dilabench.distributed.transport.copies import _runs, _send
+from dilabench.distributed.transport.messages import MOST_ROWS, Message, receive, send
 from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
 from dilabench.distributed.transport.slots import SLOTS, Slots
 
@@ -38,6 +38,10 @@ class ThreadQueue:
     def copy(self, target, source, nbytes):
         self._steps.put(lambda: ctypes.memmove(target, source, nbytes))
 
+    def copy_rows(self, target, source, width, count):
+        for row in range(count):
+            self.copy(target[0] + row * target[1], source[0] + row * source[1], width)
+
     def do(self, step):
         self._steps.put(step)
 
@@ -55,6 +59,11 @@ class ThreadQueue:
     def _run(self):
         while (step := self._steps.get()) is not None:
             step()
+
+
+def copying(queue, target):
+    """Copies of chunks to where they follow each other."""
+    return lambda address, start, length: queue.copy(target + start, address, length)
 
 
 class Ranks:
@@ -77,7 +86,8 @@ class Ranks:
         self.buffers[rank].send(queue, peer, len(message) - 1, lay)
 
     def receive(self, rank, peer, place):
-        self.buffers[rank].receive(self.inward[rank], peer, ctypes.addressof(place), len(place) - 1)
+        queue, target = self.inward[rank], ctypes.addressof(place)
+        self.buffers[rank].receive(queue, peer, len(place) - 1, copying(queue, target))
 
     def finish(self):
         return [queue.finish() for queue in self.outward + self.inward]
@@ -132,20 +142,63 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("items", [1, 3])
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("names", [*((name,) for name in MESSAGES), ("rows of each item", "heads"), tuple(MESSAGES)])
 @pytest.mark.parametrize("rows", [7, 60])
-def test_a_message_of_any_strides_arrives_in_its_order(name, items, rows):
-    """The longer ones take several chunks, which end anywhere in a part."""
-    sent = MESSAGES[name](torch.randn(items, rows, 3, 5))
-    # Messages of many parts are written by the host, which does not wait until a chunk was taken.
-    ranks = Ranks(2, REGION if len(_runs(sent)) else 8 * REGION)
+def test_tensors_of_any_strides_arrive_in_their_order(names, items, rows):
+    """The longer ones take several chunks, which end anywhere in a row."""
+    sent = [MESSAGES[name](torch.randn(items, rows, 3, 5)) for name in names]
+    message = Message.of(sent, most_rows=MOST_ROWS)
+    # Some tensors are written by the host, which does not wait until a chunk was taken.
+    by_host = not all(part.count for part in message.parts)
+    ranks = Ranks(2, 64 * REGION if by_host else REGION)
     memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
-    queue.stream = None
-    _send(ranks.buffers[0], memory, queue, 1, sent)
-    place = torch.empty(sent.shape)
-    ranks.buffers[1].receive(ranks.inward[1], 0, place.data_ptr(), place.nbytes)
+    send(ranks.buffers[0], memory, queue, 1, message, sent)
+    places = [torch.empty(len(x), x.shape[1] + 2, *x.shape[2:])[:, 1:-1] for x in sent]
+    receive(ranks.buffers[1], ranks.inward[1], 0, Message.of(places), places)
     assert all(ranks.finish())
-    assert torch.equal(place, sent)
+    for place, x in zip(places, sent, strict=True):
+        assert torch.equal(place, x)
+
+
+@pytest.mark.parametrize("spans", [[(0, 9)], [(2, 5)], [(0, 1), (1, 4), (6, 9)], [(3, 3), (8, 9)]])
+@pytest.mark.parametrize("dim", [8, 3])
+@pytest.mark.parametrize("region", [REGION, 64 * REGION])
+def test_rows_of_two_tensors_arrive_in_one_of_both(spans, dim, region):
+    """Also where the second one does not begin at a multiple of what messages are aligned to."""
+    sent = [torch.randn(3, 9, 1, dim) for _ in range(2)]
+    both = torch.zeros(2, 3, 12, 1, dim)
+    ranks = Ranks(2, region)
+    memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
+    message = Message.of_rows([(number, *span) for span in spans for number in range(2)], sent)
+    arriving = Message.of_rows([(0, first + 2, stop + 2) for first, stop in spans], [both])
+    assert message.nbytes == arriving.nbytes
+    send(ranks.buffers[0], memory, queue, 1, message, sent)
+    receive(ranks.buffers[1], ranks.inward[1], 0, arriving, [both])
+    assert all(ranks.finish())
+    wanted = torch.zeros_like(both)
+    for first, stop in spans:
+        wanted[:, :, first + 2 : stop + 2] = torch.stack([x[:, first:stop] for x in sent])
+    assert torch.equal(both, wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        (lambda x: x, 1),
+        (lambda x: x[1:3], 1),
+        (lambda x: x[:, 2:4], 4),
+        (lambda x: x[:, :, :1], 24),
+        (lambda x: x[:1, 2:4], 1),
+        (lambda x: x[..., 0], 48),
+        (lambda x: x[:, 1:5, :1], 0),
+        (lambda x: x[:0], 0),
+    ],
+)
+def test_a_tensor_is_rows_at_equal_distances_if_its_strides_are(part, count):
+    x = part(torch.empty(4, 6, 2, 8))
+    (found,), _ = Message.of([x])
+    assert found.count == count
+    assert not count or found.width * count == x.nbytes
 
 
 def test_a_send_says_whether_a_rank_must_take_something_first():
@@ -179,7 +232,7 @@ def test_counters_agree_with_the_queued_counts_only_when_all_is_done():
     assert all(ranks.finish())
     assert unsettled(0) == unsettled(1) == []
     # Queued, and never carried out.
-    ranks.buffers[1].receive(Mock(), 0, ctypes.addressof(place), 600)
+    ranks.buffers[1].receive(Mock(), 0, 600, Mock())
     assert unsettled(1) == ["1 of 2 chunks came from rank 0"]
 
 
@@ -219,7 +272,8 @@ class Replayed:
                 slots.send(outward, peer, lengths(rank, peer), lay)
             for distance in range(1, size):
                 peer = (rank - distance) % size
-                slots.receive(inward, peer, ctypes.addressof(graph["place"][peer, rank]), lengths(peer, rank))
+                place = ctypes.addressof(graph["place"][peer, rank])
+                slots.receive(inward, peer, lengths(peer, rank), copying(inward, place))
             graph[rank] = outward.steps, inward.steps
         return graph
 

@@ -99,9 +99,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     monkeypatch.setattr(Tensor, "get_device", lambda _: SECOND)
     for module in (lse, combine):
         monkeypatch.setattr(module, "has_kernel", lambda _device, _dtype: True)
-    merge._cache.cache_clear()
+    for module in (merge, combine):
+        module._cache.cache_clear()
     yield faked
-    merge._cache.cache_clear()
+    for module in (merge, combine):
+        module._cache.cache_clear()
 
 
 def rows(*shape: int) -> Tensor:

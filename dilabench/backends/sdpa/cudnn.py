@@ -16,6 +16,7 @@ either. Ragged offsets are int32 in elements there.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def _backward(
     if not (_laid_out_like(out, q) and _laid_out_like(dout, q)):
         q, out, dout = q.contiguous(), out.contiguous(), dout.contiguous()
     # The state of the random generator is read only with dropout.
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    unread = (_unread if type(q) is Tensor else _unread.__wrapped__)(q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         dout.transpose(1, 2),
         q.transpose(1, 2),
@@ -74,6 +75,11 @@ def _backward(
     )
     dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     return (dq[:, :1] if refused else dq), dk, dv
+
+
+@cache
+def _unread(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def _with_second_query(x: Tensor) -> Tensor:

@@ -14,15 +14,22 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.ring_buffers import ALIGNMENT, COUNTER_STEP, LARGEST_COUNT, RingBuffers
+from dilabench.distributed.transport.messages import MOST_ROWS, Message, receive, send
+from dilabench.distributed.transport.ring_buffers import (
+    ALIGNMENT,
+    COUNTER_STEP,
+    LARGEST_COUNT,
+    RingBuffers,
+    Rows,
+)
 from dilabench.distributed.transport.slots import SLOTS, Slots
-from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
 _WAIT_UNTIL_AT_LEAST = 0
@@ -33,8 +40,8 @@ class StreamQueue:
 
     Nothing in it runs on a multiprocessor, so a transfer neither takes one from an attention kernel nor waits for one
     to be free. NCCL's kernels do both, and so does a copy within a device, which the driver leaves to the
-    multiprocessors. torch has no call for a stream that waits for a value in memory, so the three functions of the CUDA
-    driver API (section "Stream Memory Operations" of its manual) are called by name.
+    multiprocessors. torch has no call for a stream that waits for a value in memory, so functions of the CUDA driver
+    API (sections "Stream Memory Operations" and "Memory Management" of its manual) are called by name.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -42,7 +49,8 @@ class StreamQueue:
         self._handle = stream.cuda_stream
         driver = _driver()
         self._wait, self._write = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
-        self._copy = driver.cuMemcpyAsync
+        self._copy, self._copy_rows = driver.cuMemcpyAsync, driver.cuMemcpy2DAsync_v2
+        self._plane = _Plane(source_type=_UNIFIED, target_type=_UNIFIED)
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
@@ -56,6 +64,44 @@ class StreamQueue:
         """Copy bytes from or to a device that this one can reach."""
         _check(self._copy(target, source, nbytes, self._handle))
 
+    def copy_rows(self, target: Rows, source: Rows, width: int, count: int) -> None:
+        """Copy rows from or to such a device, by one call unless the driver allows no rows so far from each other."""
+        if max(target[1], source[1]) > _LARGEST_PITCH:
+            for row in range(count):
+                self.copy(target[0] + row * target[1], source[0] + row * source[1], width)
+            return
+        plane = self._plane
+        plane.source, plane.source_pitch = source
+        plane.target, plane.target_pitch = target
+        plane.width, plane.count = width, count
+        _check(self._copy_rows(ctypes.byref(plane), self._handle))
+
+
+class _Plane(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_int),
+        ("target_host", ctypes.c_void_p),
+        ("target", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("count", ctypes.c_size_t),
+    )
+
+
+# Of the CUDA driver API: the memory type of any address, and the bound of every device's CU_DEVICE_ATTRIBUTE_MAX_PITCH.
+_UNIFIED, _LARGEST_PITCH = 4, 2**31 - 1
 
 # Arguments of the driver's functions: a stream's handle, addresses, and values of 32 bits or sizes.
 _STREAM, _ADDRESS, _VALUE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
@@ -63,6 +109,7 @@ _ARGUMENTS = {
     "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
     "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM),
+    "cuMemcpy2DAsync_v2": (ctypes.c_void_p, _STREAM),
 }
 
 
@@ -77,6 +124,11 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def let_others_capture() -> None:
+    """From now on calls of this thread end no capture of a CUDA graph by another one."""
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
 def _check(status: int) -> None:
     if status:
         name = ctypes.c_char_p()
@@ -89,8 +141,6 @@ def _check(status: int) -> None:
 _MEMORY_SHARE = 64
 # Share of each reader's region for messages in CUDA graphs.
 _CAPTURED_SHARE = 4
-# A message of more contiguous parts is written by one kernel instead of a copy for each.
-_MOST_RUNS = 16
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
@@ -111,8 +161,9 @@ class CopyWork:
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
-        self._copies.check()
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._copies.trouble:
+            self._copies.check()
+        self._copies.current_stream().wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
             self._ended = None
@@ -155,6 +206,7 @@ class Copies:
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
+        self._queues: dict[int, StreamQueue] = {}
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
@@ -178,36 +230,63 @@ class Copies:
         return max(1, share >> 20) << 20
 
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
-        """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
+        """Send tensors to ranks and receive into tensors from ranks, which are rows at equal distances in memory."""
+        tensors: list[Tensor] = []
+
+        def numbered(several: Sequence[Tensor], most_rows: float = inf) -> Message:
+            tensors.extend(several)
+            return Message.of(several, len(tensors) - len(several), most_rows)
+
+        return self.exchange(
+            {peer: numbered(several, MOST_ROWS) for peer, several in sends.items()},
+            {peer: numbered(several) for peer, several in receives.items()},
+            tensors,
+        )
+
+    def exchange(
+        self, sends: Mapping[int, Message], receives: Mapping[int, Message], tensors: Sequence[Tensor]
+    ) -> CopyWork:
+        """Send messages to ranks and receive messages from ranks, after the work in the current stream; `tensors` are
+        those that messages number.
 
         Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
         become part of it. A copy on another stream would not be sooner: within a device it takes multiprocessors, which
         an attention kernel that began meanwhile does not give up.
         """
         self.check()
-        current = torch.cuda.current_stream(self._device)
+        queue = self._current()
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
         if captured:
             self._captures = True
             self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
-        self._inward.stream.wait_event(current.record_event())
-        queue, waits = StreamQueue(current), False
+        self._inward.stream.wait_event(queue.stream.record_event())
+        waits = False
         for peer in self._by_distance(sends, 1):
-            for tensor in sends[peer]:
-                waits |= _send(messages, memory, queue, peer, tensor)
+            waits |= send(messages, memory, queue, peer, sends[peer], tensors)
         for peer in self._by_distance(receives, -1):
-            for tensor in receives[peer]:
-                messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+            receive(messages, self._inward, peer, receives[peer], tensors)
         arrived = self._inward.stream.record_event()
         if captured:
             return CopyWork(self, self._device, arrived, self._exchanges[1:])
         # Sends that wait for no rank need no deadline.
-        events = (current.record_event(), arrived) if waits else (arrived,)
+        events = (queue.stream.record_event(), arrived) if waits else (arrived,)
         deadline = time.monotonic() + self.timeout_s
         self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
         return CopyWork(self, self._device, arrived)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The current stream of the device."""
+        return self._current().stream
+
+    def _current(self) -> StreamQueue:
+        # The stream's number takes the host a tenth of the time that torch's object of it takes.
+        number = torch._C._cuda_getCurrentRawStream(self._device.index)
+        queue = self._queues.get(number)
+        if queue is None:
+            queue = self._queues[number] = StreamQueue(torch.cuda.current_stream(self._device))
+        return queue
 
     def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
         """Peers in the order in which they follow this rank, or precede it (-1)."""
@@ -234,6 +313,15 @@ class Copies:
         if self._trouble:
             raise RuntimeError(self._trouble)
 
+    @property
+    def trouble(self) -> str:
+        """Why no result may be used; empty if nothing is known against it."""
+        return self._trouble
+
+    def end_waits(self, reason: str) -> None:
+        """Let the device go on without the messages that it waits for. From now on `check` raises the reason."""
+        self._trouble = self._trouble or reason
+
     def confirm_counts(self) -> None:
         """Compare the counters on this device with the counts that were queued, once every rank's device is done.
 
@@ -258,7 +346,7 @@ class Copies:
         return counters
 
     def _watch(self) -> None:
-        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        let_others_capture()
         while not self._closed.wait(_WATCH_S):
             try:
                 torch.cuda.set_device(self._device)
@@ -302,39 +390,3 @@ def _end_process(message: str) -> None:
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
     os.abort()
-
-
-def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> bool:
-    """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
-    runs = _runs(tensor)
-    if runs:
-        base = memory.data_ptr()
-
-        def copy_runs(place: int, start: int, length: int) -> None:
-            for at, source, nbytes in runs:
-                first, stop = max(at, start), min(at + nbytes, start + length)
-                if first < stop:
-                    queue.copy(base + place + first - start, source + first - at, stop - first)
-
-        return messages.send(queue, peer, tensor.nbytes, copy_runs)
-    in_pieces = tensor.nbytes > messages.longest_chunk
-    flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
-
-    def copy_elements(place: int, start: int, length: int) -> None:
-        target = memory[place : place + length]
-        if in_pieces:
-            target.copy_(flat[start : start + length])
-        else:
-            copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
-
-    return messages.send(queue, peer, tensor.nbytes, copy_elements)
-
-
-def _runs(x: Tensor) -> list[tuple[int, int, int]]:
-    """(start, address, bytes) of the contiguous parts of a tensor, in its order; empty if there are many."""
-    if x.is_contiguous():
-        return [(0, x.data_ptr(), x.nbytes)]
-    if x.shape[0] > _MOST_RUNS or not x[0].is_contiguous():
-        return []
-    nbytes, step = x.nbytes // x.shape[0], x.stride(0) * x.element_size()
-    return [(at * nbytes, x.data_ptr() + at * step, nbytes) for at in range(x.shape[0])]

@@ -23,6 +23,10 @@ _RELEASED = 0x7FFFFFFF
 LARGEST_COUNT = 0xFFFFFFFF
 
 
+Rows = tuple[int, int]
+"""The address of the first of equal rows, and the bytes from each to the next."""
+
+
 class Queue(Protocol):
     """Work that is executed in the order in which it was queued. Addresses are this process's."""
 
@@ -34,6 +38,9 @@ class Queue(Protocol):
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes."""
+
+    def copy_rows(self, target: Rows, source: Rows, width: int, count: int) -> None:
+        """Copy `count` rows of `width` bytes."""
 
 
 @dataclass(slots=True)
@@ -97,14 +104,17 @@ class RingBuffers:
             channel.untaken.append((first, channel.count))
         return waits
 
-    def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
-        """Queue a message from a rank to an address; as many bytes as it sends."""
+    def receive(self, queue: Queue, peer: int, nbytes: int, read_chunk: Callable[[int, int, int], None]) -> None:
+        """Queue a message from a rank, of as many bytes as it sends.
+
+        read_chunk: queues the copy of a chunk to its destination, given its address, its start and its length.
+        """
         channel, most = self._in[peer], self.longest_chunk
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
             place = self._next(channel, length) % self._region
             queue.wait(channel.posted, channel.count)
-            queue.copy(target + start, channel.memory + place, length)
+            read_chunk(channel.memory + place, start, length)
             queue.set(channel.taken, channel.count)
 
     def release(self, queue: Queue) -> None:

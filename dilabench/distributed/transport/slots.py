@@ -51,12 +51,12 @@ class Slots:
             queue.set(self._full(peer, self._rank, slot), 1)
         return True
 
-    def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
-        """Queue a message from a rank to an address; as many bytes as it sends."""
+    def receive(self, queue: Queue, peer: int, nbytes: int, read_chunk: Callable[[int, int, int], None]) -> None:
+        """As `RingBuffers.receive`."""
         for slot, start, length in self._chunks(self._received, peer, nbytes):
             queue.wait(self._full(self._rank, peer, slot), 1)
             queue.set(self._full(self._rank, peer, slot), 0)
-            queue.copy(target + start, self._addresses[peer] + self._place(peer, self._rank, slot), length)
+            read_chunk(self._addresses[peer] + self._place(peer, self._rank, slot), start, length)
             queue.set(self._free(peer, self._rank, slot), 1)
 
     def _chunks(self, counts: list[int], peer: int, nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -51,7 +51,7 @@ class AllGather:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; remote keys first, so that their gradients are sent meanwhile."""
         share, exchange = self.share, self.share.exchange
-        dq, dk, dv = Sum.like(q), Sum.like(k), Sum.like(v)
+        dq, dk, dv = (Sum.like(x, onto_first=True) for x in (q, k, v))
         gradients: list[Tensor] = []
         for owner, packed in exchange.of_owners(kept[0], k):
             gradients += share.attend_remote_backward(owner, dq, dout, q, packed, out, lse)

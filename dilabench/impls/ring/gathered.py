@@ -1,13 +1,15 @@
 """`zigzag-allgather`, `balanced-allgather`: all keys that a rank sees come in one exchange, each once.
 
-The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards: then each chunk of queries is one
-call. Each query is read once without merges; a ring reads q and writes out and dq once per step. The price is that most
-of the exchange is waited for, and memory for the keys of all ranks, which stay for the backward pass. So it is for few
-K/V heads.
+The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards. A rank's own rows among
+themselves are one call, made while messages are under way; then each chunk of queries is a call on all gathered keys
+before it. Over any number of ranks there are three calls at most, and one merge; a ring has a call, an exchange and a
+part of out and dq for each rank. The price is that the exchange is waited for beyond the first call, and memory for the
+keys of all ranks, which stay for the backward pass. So it is for few K/V heads, and for short calls.
 
-A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
-Packed sequences are one launch if the backend has a kernel for that; otherwise, on GPUs, a rank's rows of each document
-among themselves are one launch of dilabench's tiles, and only rows that see other chunks are further calls.
+Under a window a chunk of queries is a call on all its keys, own ones among them, without merges: two calls over a
+backend that does not align ends. Packed sequences are one launch if the backend has a kernel for that; otherwise, on
+GPUs, a rank's rows of each document among themselves are one launch of dilabench's tiles, and only rows that see other
+chunks are further calls.
 
 `balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
 would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
@@ -91,11 +93,11 @@ class Gathered(Calls):
         """dq, dk, dv of this rank's shards; gradients of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
         onto = SumOnto() if self.tiles is not None else None
-        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q))
-        dkeys, dvalues = Sum.like(keys), Sum.like(values)
+        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q, onto_first=True))
+        dkeys, dvalues = (Sum.like(x, onto_first=not self.own) for x in (keys, values))
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
-        dk, dv = Sum.like(k), Sum.like(v)
+        dk, dv = (Sum.like(x, onto_first=not self.own) for x in (k, v))
         for local, gathered in self.own:
             for total, part in ((dk, dkeys), (dv, dvalues)):
                 total.add_rows(part, gathered.first, gathered.stop - gathered.first, local.first)
@@ -133,13 +135,11 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
     """On any shards of spans without gaps."""
     backend = context.require_backend()
     branches = branches_of(workload)
-    plans = [_pieces(workload, shards, rank, branches, backend.aligns_ends) for rank in range(world.size)]
-    spans_of = [_united(late) for _, late in plans]
-    spans, own = spans_of[world.rank], shards.parts[world.rank]
-    early, late = (
-        tuple(replace(piece, key=row) for piece in pieces if (row := _row_of(piece, held)) is not None)
-        for pieces, held in zip(plans[world.rank], (own, spans), strict=True)
-    )
+    planned = _own_first if workload.layout == "padded" and workload.window == UNBOUNDED else _chunk_by_chunk
+    plans = [planned(workload, shards, rank, branches, backend.aligns_ends) for rank in range(world.size)]
+    spans_of = [spans for _, _, spans in plans]
+    early, late, spans = plans[world.rank]
+    own = shards.parts[world.rank]
     places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in world.peers}
     gives = {reader: [local for local, _ in _shared(own, spans_of[reader])] for reader in world.peers}
     exchange = RowGather(
@@ -150,6 +150,37 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
     )
     tiles, early, late = _in_tiles(workload, context, own, early, late)
     return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)), tiles)
+
+
+Plan = tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[Span, ...]]
+"""A rank's calls on its own keys and those on gathered keys, and the positions of the gathered rows."""
+
+
+def _own_first(workload: Workload, shards: Shards, rank: int, branches: Sequence[Branch], _aligned: bool) -> Plan:
+    """Own rows among themselves, and chunks of them on what others hold of the keys before: a range of rows each."""
+    others = shards_of([_gaps(shards.parts[rank], workload.seq_len)]).parts[0]
+    late = pieces_between(workload, Shards((*shards.parts, others)), rank, shards.size, branches)
+    needed = max((piece.key + piece.keys for piece in late), default=0)
+    spans = (Span(span.start, min(span.stop, span.start + needed - span.row), span.row) for span in others)
+    early = pieces_between(workload, shards, rank, rank, branches)
+    return early, late, tuple(span for span in spans if span.length)
+
+
+def _gaps(spans: Sequence[Span], length: int) -> list[range]:
+    """The positions that are in no span."""
+    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), length]
+    return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def _chunk_by_chunk(workload: Workload, shards: Shards, rank: int, branches: Sequence[Branch], aligned: bool) -> Plan:
+    """Calls of chunks of rows on all their keys; those whose keys are all in one own span need no message."""
+    everything = Shards((*shards.parts, (Span(0, workload.seq_len),)))
+    pieces = pieces_between(workload, everything, rank, shards.size, branches, aligned=aligned)
+    held = shards.parts[rank]
+    late = [piece for piece in pieces if _row_of(piece, held) is None]
+    spans = _united(late)
+    early = tuple(replace(piece, key=row) for piece in pieces if (row := _row_of(piece, held)) is not None)
+    return early, tuple(replace(piece, key=row) for piece in late if (row := _row_of(piece, spans)) is not None), spans
 
 
 def _in_tiles(
@@ -179,19 +210,6 @@ def _without_itself(piece: Piece) -> Piece | None:
     if piece.queries == 1:
         return replace(piece, keys=piece.keys - 1) if piece.keys > 1 else None
     return None if piece.causal and (piece.query, piece.queries) == (piece.key, piece.keys) else piece
-
-
-def _pieces(
-    workload: Workload, shards: Shards, rank: int, branches: Sequence[Branch], aligned: bool
-) -> tuple[list[Piece], list[Piece]]:
-    """A rank's pieces whose keys are all in one of its spans, and the others; `key` is a position."""
-    everything = Shards((*shards.parts, (Span(0, workload.seq_len),)))
-    pieces = pieces_between(workload, everything, rank, shards.size, branches, aligned=aligned)
-    early: list[Piece] = []
-    late: list[Piece] = []
-    for piece in pieces:
-        (late if _row_of(piece, shards.parts[rank]) is None else early).append(piece)
-    return early, late
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:

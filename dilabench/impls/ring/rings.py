@@ -58,7 +58,7 @@ class Ring:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards."""
-        share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
+        share, (dq, dk, dv) = self.share, (Sum.like(x, onto_first=True) for x in (q, k, v))
         returns: list[Returned] = []
         # The forward pass kept the rows of the next rank in the ring.
         keeps = self.overlap and self._size > 1

@@ -26,6 +26,7 @@ from dilabench.impls.ring.schedule.pieces import Piece, disjoint
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum, wide
 from dilabench.impls.union.branches import branches_of
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
 
 # By rank the heads that it attends with.
@@ -58,8 +59,17 @@ class Ulysses:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and what is kept."""
+        return self.forward_with_sink(q, k, v, None)
+
+    def forward_with_sink(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The same with a sink [H], of which this rank adds those of its heads."""
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (self.queries, self.keys, self.keys))
         whole_out, whole_lse, *_ = self.attention.forward(whole_q, whole_k, whole_v)
+        if sink is not None:
+            own = sink[_slice(self.queries[self.world.rank])]
+            add_null_mass_(whole_out, whole_lse, own[:, None].to(whole_lse.dtype))
         lse_by_row = whole_lse.transpose(1, 2).unsqueeze(-1)
         out, lse = self._to_tokens((whole_out, lse_by_row), (self.queries, self.queries))
         return out, lse.squeeze(-1).transpose(1, 2).contiguous(), (whole_q, whole_k, whole_v, whole_out, whole_lse)

@@ -1,6 +1,7 @@
 """Suite `ring`: several ranks against one device, and against a model of their efficiency."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 
 from dilabench.comparison.view import measured_view
 from dilabench.machine import device_named
@@ -61,11 +62,14 @@ SPARE = (
     "median of each rank",
     "peak per rank",
     "tok/s",
+    "host",
     "devices",
     "efficiency",
 )
 NONE = ABSENT
 ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
+HOST_MEANING = "host: the time that the host takes to launch a call"
+HOST_BOUND = "§ The host takes longer than its device: outside a CUDA graph a program waits for it, not for this time."
 SHARED_CORES = "Ranks share this processor, so their efficiency does not predict that of separate devices."
 OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
 INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
@@ -165,12 +169,41 @@ def _times_section(found: Sequence[Comparison], name: Callable[[Row], str], sent
     }
     modes = tuple(mode for mode in MODES if mode in measured)
     times, words = zip(*(MODE_COLUMNS[mode] for mode in modes), strict=True)
-    columns = ("workload", "mode", "devices", *times, "tok/s", f"speed-up {', '.join(words)}", "efficiency")
-    lines = _times(found, name, modes)
+    rows = [
+        row
+        for comparison in found
+        for by_mode in (comparison.parallel, *comparison.singles)
+        for row in by_mode.values()
+    ]
+    hosts = {row.case.case_id: (host_ns(row), measured_view(row).median_ns) for row in rows}
+    shown = any(spent_ns is not None for spent_ns, _ in hosts.values())
+    host = ("host",) if shown else ()
+    columns = ("workload", "mode", "devices", *times, *host, "tok/s", f"speed-up {', '.join(words)}", "efficiency")
+    lines = _times(found, name, modes, shown)
+    if shown:
+        sentence += f" {HOST_MEANING}."
+    if any(spent_ns is not None and spent_ns > median_ns for spent_ns, median_ns in hosts.values()):
+        sentence += f" {HOST_BOUND}"
     return section("Several ranks against one device", sentence, columns, lines, _efficiencies(found, name))
 
 
-def _times(found: Sequence[Comparison], name: Callable[[Row], str], modes: Sequence[str]) -> Iterator[Iterator[str]]:
+def host_ns(row: Row) -> float | None:
+    """The median time that the slowest host takes to launch a call; None if the timer did not take it."""
+    slots = measured_view(row).timing.slots
+    spent_ns = [sample_ns for slot in slots for sample_ns in slot.enqueue_ns]
+    return median(spent_ns) if spent_ns else None
+
+
+def _host_text(row: Row | None) -> str:
+    spent_ns = None if row is None else host_ns(row)
+    if row is None or spent_ns is None:
+        return NONE
+    return f"{format_latency(spent_ns)}{'§' if spent_ns > measured_view(row).median_ns else ''}"
+
+
+def _times(
+    found: Sequence[Comparison], name: Callable[[Row], str], modes: Sequence[str], with_host: bool
+) -> Iterator[Iterator[str]]:
     """For each workload the single-device implementations, then everything parallel."""
     shown = set()
     for comparison in found:
@@ -178,13 +211,15 @@ def _times(found: Sequence[Comparison], name: Callable[[Row], str], modes: Seque
             single = next(iter(by_mode.values()))
             if single.case.case_id not in shown:
                 shown.add(single.case.case_id)
-                yield _line(by_mode, modes, f"single: {name(single)}", (NONE, NONE))
+                yield _line(by_mode, modes, f"single: {name(single)}", (NONE, NONE), with_host)
         gains = [NONE if gain is None else format_ratio(gain) for gain in map(comparison.gain_in, modes)]
         gain = " ".join(gains), efficiency_text(comparison, name)
-        yield _line(comparison.parallel, modes, f"parallel: {name(comparison.row)}", gain)
+        yield _line(comparison.parallel, modes, f"parallel: {name(comparison.row)}", gain, with_host)
 
 
-def _line(rows: dict[str, Row], modes: Sequence[str], what: str, gain: tuple[str, str]) -> Iterator[str]:
+def _line(
+    rows: dict[str, Row], modes: Sequence[str], what: str, gain: tuple[str, str], with_host: bool
+) -> Iterator[str]:
     row = next(iter(rows.values()))
     # The rate is that of forward and backward together, or of the requested mode.
     total = row if len(rows) == 1 else rows.get("both")
@@ -192,6 +227,8 @@ def _line(rows: dict[str, Row], modes: Sequence[str], what: str, gain: tuple[str
     yield what
     yield str(row.case.world_size)
     yield from (format_latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in modes)
+    if with_host:
+        yield _host_text(total)
     yield NONE if total is None else format_rate(measured_view(total).tokens_per_s)
     yield from gain
 

@@ -1,7 +1,9 @@
 """What ranks run for `dilabench.attention.ring_attention`."""
 
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import ring_cases
@@ -9,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilabench.attention import NativeSparseAttention, ring_attention, sequence_shards
+from dilabench.attention import (
+    NativeSparseAttention,
+    attention,
+    dilated_attention,
+    ring_attention,
+    sequence_shards,
+)
 from dilabench.backends import math
 from dilabench.contracts import BuildContext
 from dilabench.distributed import calls
@@ -60,6 +69,59 @@ def wrong(world):
                     found.append((name, part))
         assert len(shards._functions) == 1
     return found
+
+
+WITH_SINKS = [
+    *(("seq_len", 37, "zigzag", name, {}) for name in ("zigzag-ring", "zigzag-allgather")),
+    *(("seq_len", 37, "contiguous", name, {}) for name in ("ring", "ring-overlap", "ring-allgather", "ulysses")),
+    ("seq_len", 37, "balanced", "balanced-allgather", {"window": (9, 0)}),
+    ("seq_len", 1, "zigzag", "zigzag-ring", {}),
+    *(("seq_len", 48, "contiguous", name, BRANCHES) for name in ("ring-overlap", "ring-allgather", "ulysses")),
+    *(("cu_seqlens", (0, 1, 30, 77), "zigzag", name, {}) for name in ("ring-varlen", "zigzag-allgather")),
+    ("cu_seqlens", (0, 1, 30, 77), "balanced", "balanced-allgather", {}),
+    ("cu_seqlens", (0, 1, 30, 77), "contiguous", "ulysses", {}),
+]
+
+
+class Unchanged(TorchDispatchMode):
+    """A mode under which a call of the library is an operator of torch."""
+
+    def __torch_dispatch__(self, function, _types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def wrong_with_sinks(world, cases):
+    """What differs from one device, of out and gradients, that of the sink among them, by case; as operators, too."""
+    found = []
+    for number in cases:
+        by, length, order, algorithm, options = WITH_SINKS[number]
+        torch.manual_seed(number)
+        packed = by == "cu_seqlens"
+        dim, tokens = (0, length[-1]) if packed else (1, length)
+        lead = () if packed else (2,)
+        whole = [torch.randn(*lead, tokens, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+        dout, sink = torch.randn(*lead, tokens, 4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+        alone = dilated_attention if "dilation_rates" in options else attention
+        given = {"causal": True, **options, **({"cu_seqlens": length} if packed else {})}
+        right = _with_gradients(partial(alone, **given), whole, sink.clone(), dout)
+        assigned = {name: options[name] for name in options.keys() & {"window"} if order == "balanced"}
+        shards = sequence_shards(**{by: length}, order=order, **assigned)
+        attend = partial(ring_attention, shards=shards, algorithm=algorithm, causal=True, **options)
+        for mode in (nullcontext(), Unchanged()):
+            leaves = [shards.take(x.detach(), dim).requires_grad_() for x in whole]
+            with mode:
+                mine = _with_gradients(attend, leaves, sink.clone(), shards.take(dout, dim))
+            mine = [*(shards.gather(x, dim) for x in mine[:-1]), mine[-1]]
+            for part, x, wanted in zip(("out", "dq", "dk", "dv", "dsink"), mine, right, strict=True):
+                if not ring_cases.difference(x, wanted) <= ring_cases.TOLERANCE:
+                    found.append((number, type(mode).__name__, part))
+    return found
+
+
+def _with_gradients(attend, leaves, sink, dout):
+    """out and the gradients of q, k, v and the sink."""
+    out = attend(*leaves, sink=sink.requires_grad_())
+    return out.detach(), *torch.autograd.grad(out, [*leaves, sink], dout)
 
 
 def wrong_if_empty(world):

@@ -5,6 +5,7 @@ import pytest
 from dilabench.distributed.shardings import RING, ZIGZAG_RING
 from dilabench.metadata import ABOVE_PEAK_FLOPS, CHOSEN_BY
 from dilabench.plugins.manager import discover
+from dilabench.record.samples import Slots
 from dilabench.report.markdown import to_text as markdown
 from dilabench.report.table import to_text
 from dilabench.suites.findings.exposure import exposure, modelled
@@ -52,6 +53,31 @@ def test_single_and_parallel_stand_one_above_the_other(record, single, over):
     assert two["speed-up fwd, bwd, total"] == "1.25x 1.50x 1.60x"
     assert two["efficiency"] == "80.0% of dense"
     assert "80% of 2 ranks" in section.sentence
+
+
+def launched(one, ms):
+    """The row with this time of the host for each sample."""
+    (timing,) = one.outcome.timings
+    slots = [slot.model_copy(update={"enqueue_ns": (int(ms * 1e6),) * len(slot.samples_ns)}) for slot in timing.slots]
+    timed = timing.model_copy(update={"slots": Slots(slots)})
+    return one.model_copy(update={"outcome": one.outcome.model_copy(update={"timings": (timed,)})})
+
+
+@pytest.mark.parametrize(("host_ms", "text"), [(2.0, "2.000 ms"), (26.0, "26.00 ms§")])
+def test_the_time_of_the_host_is_shown_and_where_a_program_waits_for_it(record, single, over, host_ms, text):
+    rows = [launched(single("both", 40), 1.0), launched(over("ring", "both", 25), host_ms)]
+    section = analyse(record(*rows, suite="ring"), CATALOGUE)[0]
+    one, two = table(section)
+    assert one["host"] == "1.000 ms"
+    assert two["host"] == text
+    assert "host: the time that the host takes to launch a call." in section.sentence
+    assert ("§ The host takes longer than its device" in section.sentence) == ("§" in text)
+
+
+def test_no_column_of_the_host_stands_where_no_timer_took_it(record, single, over):
+    section = analyse(record(single("both", 40), over("ring", "both", 25), suite="ring"), CATALOGUE)[0]
+    assert "host" not in section.columns
+    assert "host" not in section.sentence
 
 
 def test_what_auto_took_is_said_with_what_was_expected(record, single, over):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.one_operator import eager
+from dilabench.kernels.lse import add_null_mass_
 from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
 
@@ -29,6 +30,15 @@ class Algorithm(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@runtime_checkable
+class AddsSinks(Protocol):
+    """An algorithm that keeps results of its own for the backward pass: it adds sinks [H] to these, too."""
+
+    def forward_with_sink(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 class Local(Protocol):
@@ -82,7 +92,8 @@ class ShardedAttention:
         # What all ranks must ask for alike, and in which pass.
         given = {"rows": shards.rows, "algorithm": type(algorithm).__name__}
         self._request = {**workload.model_dump(mode="json"), **given}
-        self._requests = {name: {**self._request, "pass": name} for name in ("forward", "backward")}
+        passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
+        self._requests = {name: {**self._request, "pass": name} for name in passes}
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
@@ -98,14 +109,35 @@ class ShardedAttention:
         """
         return eager(self, q.contiguous(), k.contiguous(), v.contiguous())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out and lse as `with_lse` gives and refuses them, outside autograd, and what `backward` wants kept."""
-        with self.world.numbered(self._requests["forward"]):
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """out and lse as `with_lse` gives and refuses them, outside autograd, and what `backward` wants kept.
+
+        sink: [H], the logits of a key of value 0, the same on all ranks.
+        """
+        with self.world.numbered(self._requests["forward" if sink is None else "forward with a sink"]):
             self._check(q, k, v)
             if q.ndim == 4:
-                return self._algorithm.forward(q.contiguous(), k.contiguous(), v.contiguous())
-            out, lse, kept = self._algorithm.forward(q[None].contiguous(), k[None].contiguous(), v[None].contiguous())
+                return self._forward(q.contiguous(), k.contiguous(), v.contiguous(), sink)
+            out, lse, kept = self._forward(q[None].contiguous(), k[None].contiguous(), v[None].contiguous(), sink)
             return out[0], lse[0], kept
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        if sink is None:
+            return self._algorithm.forward(q, k, v)
+        if isinstance(self._algorithm, AddsSinks):
+            return self._algorithm.forward_with_sink(q, k, v, sink)
+        out, lse, kept = self._algorithm.forward(q, k, v)
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+        return out, lse, kept
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, with the same bits on all of them."""
+        with self.world.numbered(self._requests["sum of the sink's gradient"]):
+            return self.world.summed(x)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Sequence[Tensor] = ()

@@ -8,12 +8,15 @@ each arrives at its place among the gathered rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
+from dilabench.distributed.exchange import Exchange
+from dilabench.distributed.transport.messages import RowsOf
 from dilabench.distributed.world import Work, World
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.sums import Sum
@@ -190,7 +193,7 @@ def _split(flat: Tensor, selections: Selections, like: Tensor) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class RowGather:
-    """Rows of other ranks' K and V gathered in two tensors [B, rows, K/parts, D], in memory rows first.
+    """Rows of other ranks' K and V gathered in two tensors [B, rows, K/parts, D].
 
     places: by owner, the gathered rows of each of its messages, and gives: by reader, the own rows of each message to
     it, in the order in which the reader has them in `places`.
@@ -201,29 +204,71 @@ class RowGather:
     places: Mapping[int, Sequence[RowSelection]]
     gives: Mapping[int, Sequence[RowSelection]]
     parts: int = 1
+    _keys: Exchange | None = field(init=False)
+    _gradients: Exchange | None = field(init=False)
+    # By reader, the own rows of all its messages, which follow each other.
+    _returned: Mapping[int, RowSelection] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find out once what every call needs."""
+        keys, gradients, returned = None, None, {}
+        given = [*self.gives.values()]
+        if all(selection.index is None for several in given for selection in several) and all(map(_follow, given)):
+            returned = {reader: RowSelection(rows[0].first, rows[-1].stop) for reader, rows in self.gives.items()}
+            places = {
+                owner: [(selection.first, selection.stop) for selection in several]
+                for owner, several in self.places.items()
+            }
+            gives = {reader: [(own.first, own.stop) for own in several] for reader, several in self.gives.items()}
+            # K, V, and both gathered; the same of gradients, and what each reader returns.
+            keys = Exchange(self.world, "keys", _of_pairs(gives), _of_both(places, (2,) * len(places)))
+            arriving = {reader: [(a - rows[0][0], b - rows[0][0]) for a, b in rows] for reader, rows in gives.items()}
+            gradients = Exchange(
+                self.world, "gradients", _of_pairs(places), _of_both(arriving, range(2, 2 + len(arriving)))
+            )
+        for name, value in (("_keys", keys), ("_gradients", gradients), ("_returned", returned)):
+            object.__setattr__(self, name, value)
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Work]:
         """Gathered K and V, and the work to wait for before they are read."""
         B, _, K, D = k.shape
-        keys, values = (_rows_first(x, (B, self.rows, K // self.parts, D)) for x in (k, v))
-        return (
-            keys,
-            values,
-            self.world.send_recv(_messages(self.gives, k, v), _messages(self.places, keys, values), "keys"),
-        )
+        both = k.new_empty(2, B, self.rows, K // self.parts, D)
+        keys, values = both.unbind()
+        if self._keys is not None:
+            return keys, values, self._keys.start(k, v, both)
+        sends, receives = _messages(self.gives, k, v), _messages(self.places, keys, values)
+        return keys, values, self.world.send_recv(sends, receives, "keys")
 
     def give_back(self, dkeys: Tensor, dvalues: Tensor, k: Tensor) -> Returned:
         """Send dK and dV of gathered rows to their owners, and receive those that readers have made of own rows."""
-        returned = [
-            (reader, selection, [_rows_first(k, selection.shape(k)) for _ in range(2)])
-            for reader, selections in self.gives.items()
-            for selection in selections
-        ]
-        receives: dict[int, list[Tensor]] = {}
-        for reader, _, packed in returned:
-            receives.setdefault(reader, []).extend(x.transpose(0, 1) for x in packed)
+        if self._gradients is not None:
+            pairs = [k.new_empty(2, *selection.shape(k)) for selection in self._returned.values()]
+            work = self._gradients.start(dkeys, dvalues, *pairs)
+            return Returned(work, [*zip(self._returned.values(), (pair.unbind() for pair in pairs), strict=True)])
+        returned = {
+            reader: [(selection, _empty_pair(selection, k, k.dtype)) for selection in several]
+            for reader, several in self.gives.items()
+        }
+        receives = {reader: [x for _, pair in several for x in pair] for reader, several in returned.items()}
         work = self.world.send_recv(_messages(self.places, dkeys, dvalues), receives, "gradients")
-        return Returned(work, [(selection, packed) for _, selection, packed in returned])
+        return Returned(work, [parts for several in returned.values() for parts in several])
+
+
+def _follow(selections: Sequence[RowSelection]) -> bool:
+    """Return True if there are some, and each begins where the one before ends."""
+    return bool(selections) and all(before.stop == after.first for before, after in pairwise(selections))
+
+
+def _of_pairs(ranges: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, list[RowsOf]]:
+    """Ranges of the rows of two tensors."""
+    return {peer: [(number, *span) for span in spans for number in range(2)] for peer, spans in ranges.items()}
+
+
+def _of_both(ranges: Mapping[int, Sequence[tuple[int, int]]], numbers: Sequence[int]) -> dict[int, list[RowsOf]]:
+    """Ranges of the rows of tensors of these numbers, one for each peer."""
+    return {
+        peer: [(number, *span) for span in spans] for number, (peer, spans) in zip(numbers, ranges.items(), strict=True)
+    }
 
 
 def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
@@ -237,14 +282,5 @@ def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
 
 
 def _messages(selections: Mapping[int, Sequence[RowSelection]], *tensors: Tensor) -> dict[int, list[Tensor]]:
-    """By peer, the selected rows of tensors [B, N, ·, D] as they are sent: [rows, B, ·, D]."""
-    return {
-        peer: [selection.pack(x).transpose(0, 1) for selection in several for x in tensors]
-        for peer, several in selections.items()
-    }
-
-
-def _rows_first(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Empty [B, N, ·, D], in memory rows first: any rows that follow each other are one message, in place."""
-    B, N, *vectors = shape
-    return x.new_empty(N, B, *vectors).transpose(0, 1)
+    """By peer, the selected rows of tensors [B, N, ·, D]."""
+    return {peer: [selection.pack(x) for selection in several for x in tensors] for peer, several in selections.items()}

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.kernels.lse import merge_rows_
-
-# Bounds the memory of parts that wait; a ring over four ranks needs one pass.
-MOST_PARTS = 4
+from dilabench.kernels.lse import MOST_PARTS, merge_rows_
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +27,7 @@ def defers(dtype: torch.dtype, device: torch.device) -> bool:
 class Softmax:
     """out and lse of one rank's queries, from results over disjoint sets of keys.
 
-    Added results are read until `finish`: they must not be overwritten.
+    Added results belong to it, and the first one may become the result.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -69,9 +66,12 @@ class Softmax:
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         if not self._parts:
             self._folded()
+        out, lse, _ = self._parts[0]
         if self._one_is_all:
-            out, lse, _ = self._parts[0]
             return out.to(q.dtype).contiguous(), lse.to(lse_dtype).contiguous()
+        if _may_hold_all(out, self._q.shape, q.dtype) and lse.is_contiguous() and lse.dtype == lse_dtype:
+            _softmax_onto_(out, lse, self._parts[1:])
+            return out, lse
         out, lse = q.new_empty(q.shape), q.new_empty(self._lse_shape, dtype=lse_dtype)
         _softmax_(out, lse, self._parts)
         return out, lse
@@ -81,10 +81,7 @@ class Softmax:
         if self._totals is None:
             self._totals = self._first_totals()
         elif len(self._parts) > 1:
-            added = self._parts[1:]
-            start, stop = _range([(out, first) for out, _, first in added])
-            out, lse = self._totals[0][:, start:stop], self._totals[1][..., start:stop]
-            _softmax_(out, lse, [(out, lse, 0), *((x, part_lse, first - start) for x, part_lse, first in added)])
+            _softmax_onto_(*self._totals, self._parts[1:])
         self._parts = [(*self._totals, 0)]
         return self._totals
 
@@ -113,20 +110,28 @@ class Softmax:
 class Sum:
     """The sum of partial gradients of a tensor [B, N, K, D].
 
-    Added parts are read until `finish`: they must not be overwritten.
+    Added parts are read until `finish`: they must not be overwritten. onto_first: nothing else reads the first one, so
+    that it may become the sum.
     """
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(
+        self,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        onto_first: bool = False,
+    ) -> None:
+        self._shape, self._dtype, self._device, self._onto_first = shape, dtype, device, onto_first
         self._defers = defers(dtype, device)
         # Each with its first row; once there is a total, it comes first.
         self._parts: list[tuple[Tensor, int]] = []
         self._total: Tensor | None = None
 
     @classmethod
-    def like(cls, x: Tensor) -> Sum:
+    def like(cls, x: Tensor, *, onto_first: bool = False) -> Sum:
         """For the gradient of x."""
-        return cls(x.shape, x.dtype, x.device)
+        return cls(x.shape, x.dtype, x.device, onto_first=onto_first)
 
     def put(self, part: Tensor, first: int = 0) -> None:
         """Add [B, R, K, D] to the rows from `first` on; a first part that covers all rows is free."""
@@ -169,10 +174,7 @@ class Sum:
         if self._total is None:
             self._total = self._first_total()
         elif len(self._parts) > 1:
-            added = self._parts[1:]
-            start, stop = _range(added)
-            rows = self._total[:, start:stop]
-            _sum_(rows, [(rows, 0), *((part, first - start) for part, first in added)])
+            _sum_onto_(self._total, self._parts[1:])
         self._parts = [(self._total, 0)]
         return self._total
 
@@ -180,9 +182,13 @@ class Sum:
         """The sum in a dtype (by default the tensor's own); a single part without a copy."""
         if not self._parts:
             self.total()
+        first, dtype = self._parts[0][0], dtype or self._dtype
         if self._one_is_all:
-            return self._parts[0][0].to(dtype or self._dtype)
-        result = torch.empty(self._shape, dtype=dtype or self._dtype, device=self._device)
+            return first.to(dtype)
+        if self._onto_first and _may_hold_all(first, self._shape, dtype):
+            _sum_onto_(first, self._parts[1:])
+            return first
+        result = torch.empty(self._shape, dtype=dtype, device=self._device)
         _sum_(result, self._parts)
         return result
 
@@ -309,6 +315,26 @@ class SumOnto:
 def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
     """The rows of parts, first and stop: folding many short parts must not pass over all rows each time."""
     return min(first for _, first in parts), max(first + part.shape[1] for part, first in parts)
+
+
+def _may_hold_all(part: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the first part may become the result: only rows that others cover are then read and written again."""
+    return part.shape == shape and part.dtype == dtype and part.is_contiguous()
+
+
+def _sum_onto_(total: Tensor, parts: list[tuple[Tensor, int]]) -> None:
+    """Add parts to a total."""
+    start, stop = _range(parts)
+    rows = total if stop - start == total.shape[1] else total.narrow(1, start, stop - start)
+    _sum_(rows, [(rows, 0), *((part, first - start) for part, first in parts)])
+
+
+def _softmax_onto_(out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor, int]]) -> None:
+    """Merge parts into a result."""
+    start, stop = _range([(part, first) for part, _, first in parts])
+    if stop - start < out.shape[1]:
+        out, lse = out.narrow(1, start, stop - start), lse.narrow(2, start, stop - start)
+    _softmax_(out, lse, [(out, lse, 0), *((part, part_lse, first - start) for part, part_lse, first in parts)])
 
 
 def _sum_(total: Tensor, parts: list[tuple[Tensor, int]]) -> None:
