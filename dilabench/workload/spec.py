@@ -36,6 +36,7 @@ from dilabench.patterns.registry import (
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
+from dilabench.workload.model import ModelShape, config_of, heads_of
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -50,6 +51,7 @@ DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat
 FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
 BACKWARD_FACTOR = 2.5
 MODE_FACTOR = {"forward": 1.0, "backward": BACKWARD_FACTOR, "both": 1.0 + BACKWARD_FACTOR}
+MODE_ALIASES = {"train": "both", "prefill": "forward"}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 # Batch `auto`: constant tokens per batch along a range.
@@ -78,13 +80,16 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
 
 
 class _Shaped(Model):
-    """A model that is written without `query_len` if every position has a query, as before this field existed."""
+    """It is written without `query_len` if every position has a query, and without `model` if there is none, as before
+    these fields existed.
+    """
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        if written.get("query_len", 0) is None:
-            del written["query_len"]
+        for name in ("query_len", "model"):
+            if written.get(name, 0) is None:
+                del written[name]
         return written
 
 
@@ -93,6 +98,9 @@ class Workload(_Shaped):
 
     `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
+
+    `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
+    losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
     """
 
     pattern: AnyPattern
@@ -109,6 +117,7 @@ class Workload(_Shaped):
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: int | None = Field(default=None, ge=1)
+    model: ModelShape | None = None
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -281,7 +290,8 @@ class Workload(_Shaped):
         packed = " packed" if self.layout == "packed" else ""
         scale = "" if self.scale is None else f" scale {self.scale:g}"
         shape = f"{self.batch_size}x{self.length_label()} {heads} D{self.head_dim}"
-        return f"{shape} {short}{causal}{window}{scale}{packed}"
+        model = "" if self.model is None else f"{self.model.name} "
+        return f"{model}{shape} {short}{causal}{window}{scale}{packed}"
 
 
 def attended_pairs(workload: Workload) -> int:
@@ -345,6 +355,23 @@ class WorkloadRequest(_Shaped):
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: Annotated[int | None, READ_COUNT] = None
+    model: ModelShape | None = None
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_alias(cls, value: Any) -> Any:
+        return MODE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _heads_of_model(cls, data: Any) -> Any:
+        """A folder's configuration gives the heads, and a model is dense unless another pattern is given."""
+        model = data.get("model") if isinstance(data, dict) else None
+        if model is None:
+            return data
+        source = model if isinstance(model, str) else model.get("source") if isinstance(model, dict) else model.source
+        known = heads_of(config_of(source)) if isinstance(source, str) and "/" in source else {}
+        return {"pattern": DENSE.kind, **known, **data}
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from dilabench.plugins import (
     WorkloadPreset,
     hookimpl,
 )
+from dilabench.plugins.builtin.models import MODEL_PRESETS, MODEL_STEPS
 from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
@@ -48,7 +49,7 @@ def dilabench_register_patterns() -> list[PatternKind]:
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """Ways to compute attention on one device and over ranks."""
-    return [REFERENCE, *IMPLEMENTATIONS, *RINGS]
+    return [REFERENCE, *IMPLEMENTATIONS, *RINGS, *MODEL_STEPS]
 
 
 @hookimpl
@@ -60,7 +61,7 @@ def dilabench_register_backends() -> list[Backend]:
 @hookimpl
 def dilabench_register_workloads() -> list[WorkloadPreset]:
     """The named workloads and sets of the catalogue."""
-    return list(PRESETS)
+    return [*PRESETS, *MODEL_PRESETS]
 
 
 @hookimpl

@@ -113,25 +113,31 @@ REAL_MODELS: tuple[WorkloadPreset, ...] = (
 
 
 def _packed(preset: WorkloadPreset, draw: Callable[[Random], float]) -> WorkloadPreset:
-    """Sequences of lengths as drawn, at most half of all tokens, the last one cut."""
-    length, random, bounds = int(preset.fields["seq_len"]), Random(0), [0]
+    bounds = drawn_bounds(int(preset.fields["seq_len"]), draw)
+    return replace(preset, fields={**preset.fields, "layout": "packed", "cu_seqlens": bounds})
+
+
+def drawn_bounds(length: int, draw: Callable[[Random], float]) -> tuple[int, ...]:
+    """Bounds of sequences of lengths as drawn, at most half of all tokens, the last one cut."""
+    random, bounds = Random(0), [0]
     while bounds[-1] < length:
         bounds.append(min(length, bounds[-1] + max(1, min(round(draw(random)), length // 2))))
-    return replace(preset, fields={**preset.fields, "layout": "packed", "cu_seqlens": tuple(bounds)})
+    return tuple(bounds)
 
 
-def _document(random: Random) -> float:
+def document_length(random: Random) -> float:
     """Tokens: log-normal, median 1K, sigma 1.3."""
     return random.lognormvariate(log(1024), 1.3)
 
 
 PACKED: tuple[WorkloadPreset, ...] = (
     _packed(
-        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)), _document
+        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)),
+        document_length,
     ),
     _packed(
         _preset("packed_documents_128k", "documents of random lengths in 128K tokens", (1, 64, 8, 128, 131072)),
-        _document,
+        document_length,
     ),
     _packed(
         _dilated(
@@ -141,7 +147,7 @@ PACKED: tuple[WorkloadPreset, ...] = (
             (2048, 4096, 8192),
             (1, 2, 4),
         ),
-        _document,
+        document_length,
     ),
     _packed(
         _model("packed_slides_64k", "slides of 5K to 30K tiles in 64K tokens, GigaPath", 48, 65536, GIGAPATH_SEGMENTS),
