@@ -139,20 +139,23 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     place = f"{shape.model.name} at {shape.length_label()}{packed}"
     if not rivals:
         return f"{place}: no row with dense attention has a time."
-    best = min(rivals, key=lambda view: view.median_ns)
+    best, *others = sorted(rivals, key=lambda view: view.median_ns)
     name, share = row_name(best.row), steps.share(best)
-    own = "" if share is None else f"attention is {percent_text(share)} of its step"
-    if plain is None or plain is best:
-        text = f"{place}: `{name}` is the fastest, a step in {format_latency(best.median_ns)}"
-        return f"{text}; {own}." if own else f"{text}."
-    compared = versus(steps, best)
-    proven = "" if compared is not None and compared.proven else " (not proven)"
-    times = significant(plain.median_ns / best.median_ns, 2)
-    text = f"{place}: `{name}` makes a step {times} times as fast as `{row_name(plain.row)}`{proven}"
-    theirs = steps.share(plain)
+    other = plain if plain is not best else next(iter(others), None)
+    if plain is None or other is None:
+        own = "" if share is None else f", {percent_text(share)} of it attention"
+        return f"{place}: `{name}` makes a step in {format_latency(best.median_ns)}{own}."
+    compared, theirs = versus(steps, other if best is plain else best), steps.share(other)
+    if compared is not None and compared.faster is not None:
+        times = significant(other.median_ns / best.median_ns, 2)
+        text = f"{place}: `{name}` makes a step {times} times as fast as `{row_name(other.row)}`"
+    else:
+        both = f"{format_latency(best.median_ns)} and {format_latency(other.median_ns)}"
+        text = f"{place}: `{name}` and `{row_name(other.row)}` make a step in {both}, too close to decide"
     if share is None or theirs is None:
         return f"{text}."
-    return f"{text}; attention is {percent_text(theirs)} of the latter's step, {percent_text(share)} of the former's."
+    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s step, {percent_text(share)} of `{name}`'s"
+    return f"{text}; attention is {shares}."
 
 
 def _lines(steps: Steps, versus: Versus) -> Iterator[tuple[str, ...]]:
