@@ -31,6 +31,10 @@ class ModelStep(nn.Module):
     The target of each token is drawn once. The table of embeddings is not part of the step, the head is.
     """
 
+    targets: Tensor
+    bounds: Tensor
+    places: Tensor
+
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         super().__init__()
         assert workload.model is not None

@@ -16,7 +16,7 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.verify.confirmed import Confirmed
-from dilabench.engine.verify.model_steps import ModelSteps
+from dilabench.engine.verify.model_steps import ModelSteps, is_plain, short_form
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
@@ -63,7 +63,10 @@ class CaseVerifier:
         if call.spec.takes == "model":
             started = time.perf_counter_ns()
             checks = tuple(self._models.checks(call))
-            verification = Verification(checks=checks, duration_ns=max(0, time.perf_counter_ns() - started))
+            # Other than dense attention is compared in short.
+            rows = None if is_plain(call.workload) else short_form(call.workload).tokens
+            duration = max(0, time.perf_counter_ns() - started)
+            verification = Verification(checks=checks, sampled_rows=rows, duration_ns=duration)
             return verification, summary(verification)
         known = self._known_of(call)
         verification = verify(

@@ -60,6 +60,7 @@ def last_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
     if call.spec.takes == "heads":
         yield from _heads_checks(call, kept, tolerances, seed)
     elif call.spec.takes == "model":
+        assert isinstance(kept.out, Tensor)
         sample, out = _sample(call, kept, seed), kept.out.detach()
         rows = [(int(sample.batches[0]), place) for place in sample.rows.tolist()]
         found = torch.stack([(out if call.row_dim else out[None])[row] for row in rows])
