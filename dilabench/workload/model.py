@@ -77,3 +77,10 @@ def heads_of(config: dict[str, Any]) -> dict[str, int]:
         return {}
     dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
     return {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads, "head_dim": dim}
+
+
+def with_heads(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a workload with the heads of its model's folder, if it has one. Raises ValueError as `config_of`."""
+    model = fields["model"]
+    source = model.get("source") if isinstance(model, dict) else getattr(model, "source", model)
+    return {**heads_of(config_of(source)), **fields} if isinstance(source, str) and "/" in source else fields

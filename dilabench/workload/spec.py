@@ -36,7 +36,7 @@ from dilabench.patterns.registry import (
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
-from dilabench.workload.model import ModelShape, config_of, heads_of
+from dilabench.workload.model import ModelShape, with_heads
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -80,9 +80,7 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
 
 
 class _Shaped(Model):
-    """It is written without `query_len` if every position has a query, and without `model` if there is none, as before
-    these fields existed.
-    """
+    """Written without `query_len` if every position has a query, and without `model` if there is none, as ever."""
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -357,22 +355,6 @@ class WorkloadRequest(_Shaped):
     query_len: Annotated[int | None, READ_COUNT] = None
     model: ModelShape | None = None
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _mode_alias(cls, value: Any) -> Any:
-        return MODE_ALIASES.get(value, value) if isinstance(value, str) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _heads_of_model(cls, data: Any) -> Any:
-        """A folder's configuration gives the heads, and a model is dense unless another pattern is given."""
-        model = data.get("model") if isinstance(data, dict) else None
-        if model is None:
-            return data
-        source = model if isinstance(model, str) else model.get("source") if isinstance(model, dict) else model.source
-        known = heads_of(config_of(source)) if isinstance(source, str) and "/" in source else {}
-        return {"pattern": DENSE.kind, **known, **data}
-
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod
     def _int_list(cls, value: Any, info: ValidationInfo) -> Any:
@@ -382,10 +364,10 @@ class WorkloadRequest(_Shaped):
             raise ValueError(f"window {value!r} must be two numbers, left and right; write for example 512,0")
         return value
 
-    @field_validator("dtype", mode="before")
+    @field_validator("dtype", "mode", mode="before")
     @classmethod
-    def _dtype_alias(cls, value: Any) -> Any:
-        return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+    def _alias(cls, value: Any) -> Any:
+        return (DTYPE_ALIASES | MODE_ALIASES).get(value, value) if isinstance(value, str) else value
 
     @field_validator("pattern")
     @classmethod
@@ -404,6 +386,8 @@ class WorkloadRequest(_Shaped):
             return data
         if BATCH in data or data.get("cu_seqlens"):
             data = with_batch_fields(data)
+        if data.get("model") is not None:
+            data = {"pattern": DENSE.kind, **with_heads(data)}
         kind_name = data.get("pattern", DEFAULT_PATTERN)
         fields_of_kind = (
             pattern_type(kind_name).request_model().model_fields.keys() - {"kind"}

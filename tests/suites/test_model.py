@@ -8,7 +8,8 @@ import dilabench
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.models import ITSELF, MODEL_PRESETS
+from dilabench.plugins.builtin.models import ITSELF
+from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.report.columns import ABSENT, COLUMNS
@@ -49,7 +50,7 @@ def test_the_usual_rows_are_those_that_run_at_once_and_one_without_attention(cat
     assert running(asked) == {"eager-model", "identity-model"}
 
 
-@pytest.mark.parametrize("preset", [preset.name for preset in MODEL_PRESETS])
+@pytest.mark.parametrize("preset", [preset.name for preset in MODELS])
 def test_every_preset_is_planned_packed_and_not(catalogue, preset):
     for packed in (False, True):
         run = {"lengths": [8192, 32768], "options": {"packed": packed}}

@@ -300,9 +300,8 @@ class PreparedCall:
         if self._dout is None:
             query = self.inputs(0).q
             rank = self.world.rank if self.world and not self.takes_whole else 0
-            seed = rank_seed(self.spec.seed + 2**31, rank)
-            generator = torch.Generator(query.device).manual_seed(seed)
-            _, dtype = result_form(self.workload, self.spec.takes, query)
+            generator = torch.Generator(query.device).manual_seed(rank_seed(self.spec.seed + 2**31, rank))
+            dtype = result_form(self.workload, self.spec.takes, query)[1]
             self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=dtype)
         return self._dout
 

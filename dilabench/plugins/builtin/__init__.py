@@ -15,7 +15,7 @@ from dilabench.plugins import (
     WorkloadPreset,
     hookimpl,
 )
-from dilabench.plugins.builtin.models import MODEL_PRESETS, MODEL_STEPS
+from dilabench.plugins.builtin.models import MODEL_STEPS
 from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
@@ -61,7 +61,7 @@ def dilabench_register_backends() -> list[Backend]:
 @hookimpl
 def dilabench_register_workloads() -> list[WorkloadPreset]:
     """The named workloads and sets of the catalogue."""
-    return [*PRESETS, *MODEL_PRESETS]
+    return list(PRESETS)
 
 
 @hookimpl

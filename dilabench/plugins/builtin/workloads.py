@@ -329,4 +329,70 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *PER_TOKEN, *DECODE, *SETS)
+# Whole models (suite `model`), of random weights.
+MODELS: tuple[WorkloadPreset, ...] = (
+    _preset(
+        "llama_tiny",
+        "a Llama of two layers, for a CPU",
+        (1, 4, 2, 16, 512),
+        dtype="auto",
+        mode="both",
+        model={"source": "llama", "name": "llama_tiny", "layers": 2, "width": 64, "inner": 128, "vocabulary": 512},
+    ),
+    _preset(
+        "llama_400m",
+        "a Llama of 400 M parameters",
+        (1, 16, 4, 64, 8192),
+        mode="both",
+        model={
+            "source": "llama",
+            "name": "llama_400m",
+            "layers": 24,
+            "width": 1024,
+            "inner": 4096,
+            "vocabulary": 32000,
+        },
+    ),
+    _preset(
+        "llama_1b",
+        "Llama 3.2 1B",
+        (1, 32, 8, 64, 8192),
+        mode="both",
+        model={
+            "source": "llama",
+            "name": "llama_1b",
+            "layers": 16,
+            "width": 2048,
+            "inner": 8192,
+            "vocabulary": 128256,
+            "options": {"tie_word_embeddings": True},
+        },
+    ),
+    _preset(
+        "qwen3_600m",
+        "Qwen3 0.6B",
+        (1, 16, 8, 128, 8192),
+        mode="both",
+        model={
+            "source": "qwen3",
+            "name": "qwen3_600m",
+            "layers": 28,
+            "width": 1024,
+            "inner": 3072,
+            "vocabulary": 151936,
+            "options": {"tie_word_embeddings": True},
+        },
+    ),
+)
+
+PRESETS: tuple[WorkloadPreset, ...] = (
+    *RING,
+    *DILATED,
+    *REAL_MODELS,
+    *PACKED,
+    *SPARSE,
+    *PER_TOKEN,
+    *DECODE,
+    *MODELS,
+    *SETS,
+)
