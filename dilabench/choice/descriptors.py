@@ -31,8 +31,8 @@ from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Worklo
 
 # The role of a row among the others of its workload; explained at `Implementation`.
 Role = Literal["oracle", "plain", "method", "yardstick"]
-# Inputs of a call: q, k, v of heads, or embeddings.
-Takes = Literal["heads", "embeddings"]
+# Inputs of a call: q, k, v of heads, or embeddings of a module, or of the workload's model.
+Takes = Literal["heads", "embeddings", "model"]
 
 # The patterns of implementations that work from `Pattern.counts` alone.
 ANY_PATTERN = frozenset({"*"})
@@ -244,7 +244,8 @@ class Implementation:
     """As `calls_window`, over ranks under windows that look ahead, for keys of other ranks."""
     takes: Takes = "heads"
     """What a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], for a module with
-    projections around the attention. Rows with different inputs are never ranked together."""
+    projections around the attention; 'model' is [B, N, E], for the workload's model. Rows with different inputs are
+    never ranked together."""
     deterministic: bool = False
     """Two identical calls agree bitwise, which verification checks."""
     compiles: bool = False

@@ -136,6 +136,9 @@ class Ways:
     def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
         """Return why it cannot run on this machine; empty if no reason is known."""
         implementation = self.implementations.get(way.implementation)
+        if (implementation.takes == "model") != (way.workload.model is not None):
+            whole = "computes a step of a model, and the workload has none: `dilabench run model`"
+            return (whole if way.workload.model is None else "computes attention, and the workload is of a model",)
         reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
         if self.starts_ranks and machine.device == "cuda" and way.world_size > len(machine.gpus):
             reasons.append(f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}")

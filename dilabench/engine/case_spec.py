@@ -48,10 +48,15 @@ def second_implementations(
 
     Another implementation comes before another kernel below the same one, a plain method before others. None if a call
     takes more work than is affordable, and for calls that take embeddings. Implementations that compile at their first
-    call or need an extra library are excluded.
+    call or need an extra library are excluded. For a model: that with eager attention, and that with SDPA.
     """
     workload = case.workload
     takes = catalogue.implementations.get(case.implementation).takes
+    if takes == "model":
+        own = [model for model in catalogue.implementations if catalogue.implementations.origin(model.name) == BUILTIN]
+        models = [model for model in own if model.takes == takes]
+        yield from ((model, None) for role in ("oracle", "plain") for model in models if model.role == role)
+        return
     if takes != "heads" or flops(workload) > machine.facts.affordable_flops:
         return
     found = [

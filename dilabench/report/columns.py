@@ -227,11 +227,17 @@ _COLUMNS = (
         name="tok/s", cell=lambda view: view.tokens_per_s, unit="tokens/s", spare=8, usual=True, export="tokens_per_s"
     ),
     Column(
-        name="TFLOP/s", cell=lambda view: view.tflops_per_s, unit="TFLOP/s", spare=3, usual=True, export="tflops_per_s"
+        name="TFLOP/s",
+        # Of attention alone, which is a part of a model's step.
+        cell=lambda view: None if view.row.case.workload.model else view.tflops_per_s,
+        unit="TFLOP/s",
+        spare=3,
+        usual=True,
+        export="tflops_per_s",
     ),
     Column(
         name="GB/s",
-        cell=lambda view: view.bytes_per_s,
+        cell=lambda view: None if view.row.case.workload.model else view.bytes_per_s,
         unit="GB/s",
         spare=11,
         usual_with=has_last_rows,

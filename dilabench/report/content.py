@@ -170,8 +170,8 @@ def is_unranked(rows: Iterable[Row]) -> bool:
 def _section_title(row: Row) -> str | None:
     if row.planned.role == "yardstick":
         return f"yardstick: {row.case.workload.pattern.label()}, another function of the same shape"
-    takes = row.planned.takes
-    return None if takes == "heads" else f"{MODULES.get(takes, takes)}: not comparable with the rows above"
+    module = MODULES.get(row.planned.takes)
+    return None if module is None else f"{module}: not comparable with the rows above"
 
 
 def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None, record: RunRecord) -> Section:

@@ -100,7 +100,8 @@ class Bars(_Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarPlot(_Checked):
-    """Groups of horizontal bars. With `reference`, bars begin there: a bar to the left is a loss.
+    """Groups of horizontal bars. With `reference`, bars begin there: a bar to the left is a loss. `stacked`: bars of a
+    group are parts of one, each of which begins where the one before ends.
 
     Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
     """
@@ -111,6 +112,7 @@ class BarPlot(_Checked):
     categories: tuple[str, ...]
     bars: tuple[Bars, ...]
     reference: float | None = None
+    stacked: bool = False
 
     @property
     def caption(self) -> str:

@@ -192,11 +192,9 @@ def family_text(workload: Workload) -> str:
 
 def _shape_text(row: Row) -> str:
     """The fields outside the family: shape, dtype, mode, devices, and the inputs of a call unless they are q, k, v."""
-    case, takes = row.case, row.planned.takes
+    case, module = row.case, MODULES.get(row.planned.takes)
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
-    return f"{case.workload.label()} · {case.workload.mode}{world}" + (
-        "" if takes == "heads" else f" · {MODULES.get(takes, takes)}"
-    )
+    return f"{case.workload.label()} · {case.workload.mode}{world}" + ("" if module is None else f" · {module}")
 
 
 def _ranked_together(record: RunRecord, known: Container[str]) -> Iterator[list[Row]]:

@@ -73,8 +73,8 @@ class Planner:
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
         """Names of the implementations for which `holds` is true, in the catalogue's order.
 
-        Without the oracle, public projects (only by name or in suite `field`), and those that choose among the others
-        (only by name or in suite `choice`).
+        Without the oracle, public projects (only by name or in suite `field`), those that choose among the others (only
+        by name or in suite `choice`), and models (suite `model`).
         """
         names: list[str] = []
         for implementation in self.catalogue.implementations:
@@ -82,6 +82,7 @@ class Planner:
                 implementation.role != "oracle"
                 and implementation.project is None
                 and not implementation.chooses
+                and implementation.takes != "model"
                 and holds(implementation)
             ):
                 names.append(implementation.name)

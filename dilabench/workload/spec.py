@@ -37,6 +37,7 @@ from dilabench.patterns.registry import (
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
+from dilabench.workload.model import ModelShape, with_heads
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -50,6 +51,7 @@ AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # Products of a pass with a row of keys or queries, and with one of values or out; both are as wide by default.
 PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
+MODE_ALIASES = {"train": "both", "prefill": "forward"}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 # Batch `auto`: constant tokens per batch along a range.
@@ -77,12 +79,12 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
     return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
 
 
-_ADDED = ("query_len", "value_dim", "softcap")
+_ADDED = ("query_len", "value_dim", "softcap", "model")
 
 
 class _Shaped(Model):
-    """A model that is written without `query_len` if every position has a query, without `value_dim` if values are as
-    wide as keys, and without `softcap` if there is none, as before these fields existed.
+    """A model that is written without what had no field before: `query_len` if every position has a query, `value_dim`
+    if values are as wide as keys, `softcap` and `model` if there is none.
     """
 
     @model_serializer(mode="wrap")
@@ -101,6 +103,9 @@ class Workload(_Shaped):
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
     `value_dim`: channels of values and out; None if they are as many as those of keys, `head_dim`. `softcap` c: scores
     s become c·tanh(s/c), after the scale and before masks; None if they stay.
+
+    `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
+    losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
     """
 
     pattern: AnyPattern
@@ -119,6 +124,7 @@ class Workload(_Shaped):
     query_len: int | None = Field(default=None, ge=1)
     value_dim: int | None = Field(default=None, ge=1, le=2**12)
     softcap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    model: ModelShape | None = None
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -308,7 +314,8 @@ class Workload(_Shaped):
         scale = "" if self.scale is None else f" scale {self.scale:g}"
         scale += "" if self.softcap is None else f" softcap {self.softcap:g}"
         shape = f"{self.batch_size}x{self.length_label()} {heads} {self.dim_label()}"
-        return f"{shape} {short}{causal}{window}{scale}{packed}"
+        model = "" if self.model is None else f"{self.model.name} "
+        return f"{model}{shape} {short}{causal}{window}{scale}{packed}"
 
 
 def attended_pairs(workload: Workload) -> int:
@@ -381,6 +388,7 @@ class WorkloadRequest(_Shaped):
     query_len: Annotated[int | None, READ_COUNT] = None
     value_dim: Annotated[int | None, READ_COUNT] = None
     softcap: float | None = None
+    model: ModelShape | None = None
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod
@@ -391,10 +399,10 @@ class WorkloadRequest(_Shaped):
             raise ValueError(f"window {value!r} must be two numbers, left and right; write for example 512,0")
         return value
 
-    @field_validator("dtype", mode="before")
+    @field_validator("dtype", "mode", mode="before")
     @classmethod
-    def _dtype_alias(cls, value: Any) -> Any:
-        return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+    def _alias(cls, value: Any) -> Any:
+        return (DTYPE_ALIASES | MODE_ALIASES).get(value, value) if isinstance(value, str) else value
 
     @field_validator("pattern")
     @classmethod
@@ -413,6 +421,8 @@ class WorkloadRequest(_Shaped):
             return data
         if BATCH in data or data.get("cu_seqlens"):
             data = with_batch_fields(data)
+        if data.get("model") is not None:
+            data = {"pattern": DENSE.kind, **with_heads(data)}
         kind_name = data.get("pattern", DEFAULT_PATTERN)
         fields_of_kind = (
             pattern_type(kind_name).request_model().model_fields.keys() - {"kind"}

@@ -114,6 +114,13 @@ DECODE_CONFIGS = {
     "speculative_4": (32, 8, 128, 32768, 4, (-1, -1), "dense"),
     "chunked_prefill_2k": (32, 8, 128, 131072, 2048, (-1, -1), "dense"),
 }
+# name: source, layers, width, words, H, K, D
+WHOLE_MODELS = {
+    "llama_tiny": ("llama", 2, 64, 512, 4, 2, 16),
+    "llama_400m": ("llama", 24, 1024, 32000, 16, 4, 64),
+    "llama_1b": ("llama", 16, 2048, 128256, 32, 8, 64),
+    "qwen3_600m": ("qwen3", 28, 1024, 151936, 16, 8, 128),
+}
 SETS = {
     "correctness": ("tiny", "small", "medium"),
     "performance": ("medium", "large"),
@@ -139,6 +146,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
         *DECODE_CONFIGS,
+        *WHOLE_MODELS,
         "selected_small",
         *SETS,
     }
@@ -264,3 +272,12 @@ def test_an_override_is_what_runs(catalogue):
 def test_every_preset_has_a_packed_form(catalogue):
     workload = workload_request(catalogue, "tiny", {"layout": "packed", "batch_size": 1}).resolve("float32")
     assert workload.cu_seqlens == (0, 128, 384, 896, 1024)
+
+
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_whole_models_have_the_sizes_of_their_names(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    model = workload.model
+    sizes = (model.source, model.layers, model.width, model.vocabulary)
+    assert (*sizes, workload.num_heads, workload.num_kv_heads, workload.head_dim) == WHOLE_MODELS[name]
+    assert (model.name, workload.mode, workload.is_dense) == (name, "both", True)

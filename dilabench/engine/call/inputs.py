@@ -145,7 +145,7 @@ def _draw_piece(piece: Tensor, seed: int, number: int) -> None:
 @dataclass(frozen=True, slots=True)
 class InputSet:
     """q [B, M, H, D], k [B, N, K, D] and v [B, N, K, Dv], M = N unless the workload has `query_len`; or three times the
-    same embeddings [B, N, H·D].
+    same embeddings [B, N, H·D], of a model [B, N, E].
 
     changes: what was done to the `distinct` tensors between timed calls.
     """
@@ -161,11 +161,6 @@ class InputSet:
         return tuple({id(tensor): tensor for tensor in (self.q, self.k, self.v)}.values())
 
     @property
-    def out_shape(self) -> torch.Size:
-        """The shape of out: that of q, in the width of v."""
-        return torch.Size((*self.q.shape[:-1], self.v.shape[-1]))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the distinct tensors."""
         return sum(tensor.nbytes for tensor in self.distinct)
@@ -177,7 +172,8 @@ class InputSet:
 
 
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k, v: [B, M, H, D], [B, N, K, D] and [B, N, K, Dv], packed [T, ·, ·]; embeddings: one [B, N, H·D].
+    """Shapes of q, k, v: [B, M, H, D], [B, N, K, D] and [B, N, K, Dv], packed [T, ·, ·]; embeddings: one [B, N, H·D],
+    of a model [B, N, E].
 
     `rows`: of the shards of a rank that holds this many positions.
     """
@@ -185,9 +181,23 @@ def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tup
     lead = () if workload.layout == "packed" else (workload.batch_size,)
     if takes == "embeddings":
         return ((*lead, rows, workload.num_heads * workload.head_dim),)
+    if takes == "model":
+        assert workload.model is not None
+        return ((*lead, rows, workload.model.width),)
     query = (*lead, workload.query_len or rows, workload.num_heads, workload.head_dim)
     key = (*lead, rows, workload.num_kv_heads, workload.head_dim)
     return query, key, (*key[:-1], workload.value_width)
+
+
+def result_form(workload: Workload, takes: str, query: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of the result of a call with this first input: the input's, with the width of values, or the
+    losses [B, N, 1] of a model, at least in float32.
+    """
+    if takes == "heads":
+        return torch.Size((*query.shape[:-1], workload.value_width)), query.dtype
+    if takes != "model" or workload.mode == "forward":
+        return query.shape, query.dtype
+    return torch.Size((*query.shape[:-1], 1)), torch.promote_types(query.dtype, torch.float32)
 
 
 def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device, rows: int | None = None) -> InputSet:

@@ -26,7 +26,7 @@ from dilabench.distributed.world import World
 from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, compiling, graphed
-from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
+from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed, result_form
 from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.returned import UnusableFunctionError, no_gradient, not_callable, not_plain
 from dilabench.engine.call.specs import CaseSpec
@@ -300,9 +300,9 @@ class PreparedCall:
         if self._dout is None:
             query = self.inputs(0).q
             rank = self.world.rank if self.world and not self.takes_whole else 0
-            seed = rank_seed(self.spec.seed + 2**31, rank)
-            generator = torch.Generator(query.device).manual_seed(seed)
-            self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=query.dtype)
+            generator = torch.Generator(query.device).manual_seed(rank_seed(self.spec.seed + 2**31, rank))
+            dtype = result_form(self.workload, self.spec.takes, query)[1]
+            self._dout = torch.randn(self._out_shape, generator=generator, device=query.device, dtype=dtype)
         return self._dout
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilabench.distributed.world import World
 from dilabench.engine.call.digests import fast_digest
-from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw
+from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw, result_form
 from dilabench.engine.call.kept_call import KeptCall, KeptRow
 from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain
@@ -323,7 +323,7 @@ class TimedCalls:
             if local is not None:
                 tensors = of_key if row.key else of_row if self._takes == "heads" else of_row[:1]
                 row.copies.extend(self._row(tensor, row, local) for tensor in tensors)
-        if self._takes == "embeddings":
+        if self._takes != "heads":
             call.sizes = [None if x is None else torch.linalg.vector_norm(x) for x in gradients]
         if self._holds:
             self._held = call
@@ -347,17 +347,15 @@ class TimedCalls:
         if not isinstance(tensor, Tensor):
             return None
         batched = tensor.detach() if self._row_dim else tensor.detach()[None]
-        found = batched[row.batch, local] if self._takes == "embeddings" else batched[row.batch, local, row.head]
+        found = batched[row.batch, local, row.head] if self._takes == "heads" else batched[row.batch, local]
         return found.clone()
 
     def _misshapen(self, out: object, query: Tensor) -> str | None:
         assert isinstance(out, Tensor)
-        if (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device):
+        shape, dtype = result_form(self._workload, self._takes, query)
+        if (out.shape, out.dtype, out.device) == (shape, dtype, query.device):
             return None
-        return (
-            f"returned {list(out.shape)} {out.dtype} on {out.device}, "
-            f"not {list(query.shape)} {query.dtype} on {query.device}"
-        )
+        return f"returned {list(out.shape)} {out.dtype} on {out.device}, not {list(shape)} {dtype} on {query.device}"
 
     def _next_of_deck(self, groups: int) -> tuple[int, int]:
         """(batch item, head group): each of them once before any comes again."""

@@ -30,8 +30,12 @@ class Wall:
         self._sets = call.rotate(self._batch) if self._device.l2_bytes or self._batch > 1 else 1
 
     def take(self, count: int) -> Samples:
-        """Elapsed host time per call, device work included. Raises ClockError when the clock will not advance."""
-        return Samples(tuple(self._sample() for _ in range(count)))
+        """Elapsed host time per call, device work included; on a device with streams also the part before the call has
+        returned. Raises ClockError when the clock will not advance.
+        """
+        samples = [self._sample() for _ in range(count)]
+        enqueued = tuple(enqueue for _, enqueue in samples) if self._device.has_streams else ()
+        return Samples(tuple(elapsed for elapsed, _ in samples), enqueued)
 
     def notes(self) -> tuple[Note, ...]:
         """Batching, and samples thrown away because the clock ran backwards."""
@@ -49,17 +53,18 @@ class Wall:
             notes.append(CLOCK.note(message, observed=self._backwards, threshold=0))
         return tuple(notes)
 
-    def _sample(self) -> int:
+    def _sample(self) -> tuple[int, int]:
         for _ in range(RETRIES):
             calls = [self._call.fresh() for _ in range(self._batch)]
             self._device.synchronize()
             started = self._clock()
             for call in calls:
                 call()
+            returned = self._clock() - started if self._device.has_streams else 0
             self._device.synchronize()
             elapsed = self._clock() - started
             if elapsed >= self._batch:
-                return elapsed // self._batch
+                return elapsed // self._batch, max(0, returned) // self._batch
             self._backwards += 1
         raise ClockError(f"the host clock did not advance over a call {RETRIES} times in a row; is it being set?")
 

@@ -13,7 +13,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.contracts import AttentionFn, BuildContext, PatternCache
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
-from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes, result_form
 from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.trace.kernel_forms import kernel_forms
 from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
@@ -49,7 +49,8 @@ def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int
             for shape in input_shapes(workload, spec.takes, rows)
         ]
         q, k, v = made if len(made) == 3 else made * 3
-        dout = torch.empty(q.shape, dtype=q.dtype, device=where) if backward else None
+        shape, dtype = result_form(workload, spec.takes, q)
+        dout = torch.empty(shape, dtype=dtype, device=where) if backward else None
         inputs = storages.live - built
         leaves = [*made, *parameters]
         saved = 0

@@ -1,6 +1,7 @@
 """Verifies a prepared call through `dilabench.engine.verify`, with one oracle per workload (torch)."""
 
 import copy
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.verify.confirmed import Confirmed
+from dilabench.engine.verify.model_steps import ModelSteps, is_plain, short_form
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
@@ -52,12 +54,21 @@ class CaseVerifier:
         self._device = device_of(device).verifies_on
         # Latest last.
         self._known: dict[tuple[Workload, str], _Known] = {}
+        self._models = ModelSteps(device)
 
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
         """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
-        known = self._known_of(call)
-        if call.spec.takes == "embeddings":
+        if call.spec.takes != "heads":
             call.reference = copy.deepcopy(getattr(call.module, "module", call.module))
+        if call.spec.takes == "model":
+            started = time.perf_counter_ns()
+            checks = tuple(self._models.checks(call))
+            # Other than dense attention is compared in short.
+            rows = None if is_plain(call.workload) else short_form(call.workload).tokens
+            duration = max(0, time.perf_counter_ns() - started)
+            verification = Verification(checks=checks, sampled_rows=rows, duration_ns=duration)
+            return verification, summary(verification)
+        known = self._known_of(call)
         verification = verify(
             call.whole if device_of(call.device).facts.holds_float64 else OnHost(call.whole, call.device),
             call.workload,
@@ -72,6 +83,7 @@ class CaseVerifier:
     def forget(self) -> None:
         """Free all oracles, and what they have confirmed, but small ones."""
         self._keep(KEPT_BYTES)
+        self._models.forget()
         for known in self._known.values():
             known.fresh = False
 

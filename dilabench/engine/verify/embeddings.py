@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.engine.device.device import device_of
-from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
-from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
+from dilabench.engine.verify.call import Call, Result, buffer_reuse_check, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.cores import Constant, CoreCallsError, ReplacedCore, SampledRows, shell_of
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks

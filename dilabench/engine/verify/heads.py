@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.device.device import device_of
-from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
-from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
+from dilabench.engine.verify.call import Call, Result, buffer_reuse_check, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import Axes, agreement, compare, compare_both_ways
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.oracle.oracle import Oracle

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilabench.engine.call.inputs import InputSet
+from dilabench.engine.call.inputs import InputSet, result_form
 from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import device_of
@@ -29,6 +29,7 @@ from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare, compare_both_ways
 from dilabench.engine.verify.embeddings import plain_embeddings
 from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
+from dilabench.engine.verify.model_steps import step_check
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
@@ -46,7 +47,7 @@ LARGEST_IDENTITY_ERROR, MEAN_IDENTITY_ERROR = 4.0, 0.5
 def last_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
     """The checks of one kept call. `tolerances`: of out and dq as verification derived them from more rows."""
     inputs = kept.inputs
-    form = form_checks(kept.out, inputs.out_shape, inputs.q.dtype, inputs.q.device)
+    form = form_checks(kept.out, *result_form(call.workload, call.spec.takes, inputs.q), inputs.q.device)
     broken = next((check for check in form if not check.passed), None)
     if broken is not None:
         yield broken.model_copy(update={"name": CheckName.TIMED_FORM, "detail": f"{OF}: {broken.detail}"})
@@ -58,6 +59,12 @@ def last_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
     kept = _where_verified(kept)
     if call.spec.takes == "heads":
         yield from _heads_checks(call, kept, tolerances, seed)
+    elif call.spec.takes == "model":
+        assert isinstance(kept.out, Tensor)
+        sample, out = _sample(call, kept, seed), kept.out.detach()
+        rows = [(int(sample.batches[0]), place) for place in sample.rows.tolist()]
+        found = torch.stack([(out if call.row_dim else out[None])[row] for row in rows])
+        yield step_check(call, kept.inputs.q.detach(), rows, found, OF)
     elif call.world is None:
         yield _embeddings_check(call, kept, tolerances, seed)
     else:

@@ -23,6 +23,7 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
+from dilabench.engine.verify.model_steps import step_check
 from dilabench.engine.verify.oracle.blocks import blocks, blocks_cached, only_heads
 from dilabench.engine.verify.oracle.formula import attend_rows
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
@@ -75,7 +76,7 @@ class TimedOutputs:
             # Exact and plain results are of the same rows.
             with blocks_cached():
                 checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
-            if self._call.spec.takes == "embeddings" and self._call.world is None and last.gradients:
+            if self._call.spec.takes != "heads" and self._call.world is None and last.gradients:
                 checks.append(_gradients_check(self._call, last, kept))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
@@ -99,12 +100,14 @@ def _gradients_check(call: PreparedCall, last: KeptCall, kept: Sequence[KeptCall
     """A module's gradients of input and parameters in the last call against those of its copy from verification, and
     whether those of other kept calls, whose inputs and dout differ, are there and not 0.
     """
-    assert call.reference is not None
+    # A call that was built again has no copy.
+    module = call.reference or getattr(call.module, "module", call.module)
+    assert module is not None
     x = last.inputs.q.detach().requires_grad_()
-    parameters = [parameter for parameter in call.reference.parameters() if parameter.requires_grad]
-    names = ["dx", *(f"d {name}" for name, part in call.reference.named_parameters() if part.requires_grad)]
+    trained = {name: part for name, part in module.named_parameters() if part.requires_grad}
+    parameters, names = [*trained.values()], ["dx", *(f"d {name}" for name in trained)]
     with torch.enable_grad():
-        out = call.reference(x, x, x)
+        out = module(x, x, x)
     expected = torch.autograd.grad(out, [x, *parameters], call.output_gradient(), allow_unused=True)
     largest = max((float(x.abs().max()) for x in expected if x is not None and x.numel()), default=0.0)
     size = max((float(torch.linalg.vector_norm(x)) for x in expected if x is not None), default=0.0)
@@ -186,6 +189,8 @@ def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
                 yield from _row_checks(past, row, tolerances, of)
             elif whole:
                 yield from _key_checks(past, row, tolerances, of)
+    elif whole and call.spec.takes == "model":
+        yield _kept_step_check(call, kept, of)
     elif whole and call.world is None:
         yield _kept_embeddings_check(call, kept, tolerances, of)
 
@@ -418,6 +423,17 @@ def _of_head(
     axes = (("batch", torch.tensor([row.batch])), (place, torch.tensor([position])), ("dim", None))
     check = compare(CheckName(f"timed_{name}"), actual[None, None], Expected(value, size, tolerance), axes, of)
     return check if check.where is None else check.model_copy(update={"where": f"{check.where}, head {row.head}"})
+
+
+def _kept_step_check(call: PreparedCall, kept: KeptCall, of: str) -> Check:
+    """Rows of a model's result, from all embeddings as they were."""
+    assert kept.count is not None
+    x = kept.inputs.q.detach()
+    batched = x if call.row_dim else x[None]
+    items = [kept.inputs.changes.earlier(0, batched[:, :, None], kept.count, item, 0) for item in range(len(batched))]
+    copies = {(row.batch, row.position): row.copies[0] for row in kept.rows}
+    found = torch.stack([copy for copy in copies.values() if copy is not None])
+    return step_check(call, torch.stack(items).view_as(x), [*copies], found, of)
 
 
 def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], of: str) -> Check:

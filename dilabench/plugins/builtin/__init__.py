@@ -15,6 +15,7 @@ from dilabench.plugins import (
     WorkloadPreset,
     hookimpl,
 )
+from dilabench.plugins.builtin.models import MODEL_STEPS
 from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
@@ -48,7 +49,7 @@ def dilabench_register_patterns() -> list[PatternKind]:
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """Ways to compute attention on one device and over ranks."""
-    return [REFERENCE, *IMPLEMENTATIONS, *RINGS]
+    return [REFERENCE, *IMPLEMENTATIONS, *RINGS, *MODEL_STEPS]
 
 
 @hookimpl

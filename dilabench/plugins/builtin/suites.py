@@ -52,6 +52,12 @@ class DecodeOptions(Model):
     batches: Sizes = Field((), description="Batch sizes to measure, one after another: 1,16,64.")
 
 
+class ModelOptions(Model):
+    """The form of the batch."""
+
+    packed: bool = Field(False, description="Pack documents of random lengths into one row (median 1K tokens).")
+
+
 class ChoiceOptions(Model):
     """The number of drawn workloads."""
 
@@ -117,6 +123,17 @@ SUITES: tuple[Suite, ...] = (
         sampling_s=1.0,
         priority=5,
         options=DecodeOptions,
+    ),
+    Suite(
+        "model",
+        "how much faster a whole step of a model is, trained or prefilled, and how much of it is attention",
+        "dilabench.suites.model:expand",
+        analysis="dilabench.suites.model:analyse",
+        # What a user waits for: a step launches hundreds of kernels.
+        timing="wall",
+        budget_s=600.0,
+        options=ModelOptions,
+        by_name=True,
     ),
     Suite(
         "block-sparse",

@@ -125,25 +125,31 @@ REAL_MODELS: tuple[WorkloadPreset, ...] = (
 
 
 def _packed(preset: WorkloadPreset, draw: Callable[[Random], float]) -> WorkloadPreset:
-    """Sequences of lengths as drawn, at most half of all tokens, the last one cut."""
-    length, random, bounds = int(preset.fields["seq_len"]), Random(0), [0]
+    bounds = drawn_bounds(int(preset.fields["seq_len"]), draw)
+    return replace(preset, fields={**preset.fields, "layout": "packed", "cu_seqlens": bounds})
+
+
+def drawn_bounds(length: int, draw: Callable[[Random], float]) -> tuple[int, ...]:
+    """Bounds of sequences of lengths as drawn, at most half of all tokens, the last one cut."""
+    random, bounds = Random(0), [0]
     while bounds[-1] < length:
         bounds.append(min(length, bounds[-1] + max(1, min(round(draw(random)), length // 2))))
-    return replace(preset, fields={**preset.fields, "layout": "packed", "cu_seqlens": tuple(bounds)})
+    return tuple(bounds)
 
 
-def _document(random: Random) -> float:
+def document_length(random: Random) -> float:
     """Tokens: log-normal, median 1K, sigma 1.3."""
     return random.lognormvariate(log(1024), 1.3)
 
 
 PACKED: tuple[WorkloadPreset, ...] = (
     _packed(
-        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)), _document
+        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)),
+        document_length,
     ),
     _packed(
         _preset("packed_documents_128k", "documents of random lengths in 128K tokens", (1, 64, 8, 128, 131072)),
-        _document,
+        document_length,
     ),
     _packed(
         _dilated(
@@ -153,7 +159,7 @@ PACKED: tuple[WorkloadPreset, ...] = (
             (2048, 4096, 8192),
             (1, 2, 4),
         ),
-        _document,
+        document_length,
     ),
     _packed(
         _model("packed_slides_64k", "slides of 5K to 30K tiles in 64K tokens, GigaPath", 48, 65536, GIGAPATH_SEGMENTS),
@@ -345,4 +351,70 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *PER_TOKEN, *DECODE, *SETS)
+# Whole models (suite `model`), of random weights.
+MODELS: tuple[WorkloadPreset, ...] = (
+    _preset(
+        "llama_tiny",
+        "a Llama of two layers, for a CPU",
+        (1, 4, 2, 16, 512),
+        dtype="auto",
+        mode="both",
+        model={"source": "llama", "name": "llama_tiny", "layers": 2, "width": 64, "inner": 128, "vocabulary": 512},
+    ),
+    _preset(
+        "llama_400m",
+        "a Llama of 400 M parameters",
+        (1, 16, 4, 64, 8192),
+        mode="both",
+        model={
+            "source": "llama",
+            "name": "llama_400m",
+            "layers": 24,
+            "width": 1024,
+            "inner": 4096,
+            "vocabulary": 32000,
+        },
+    ),
+    _preset(
+        "llama_1b",
+        "Llama 3.2 1B",
+        (1, 32, 8, 64, 8192),
+        mode="both",
+        model={
+            "source": "llama",
+            "name": "llama_1b",
+            "layers": 16,
+            "width": 2048,
+            "inner": 8192,
+            "vocabulary": 128256,
+            "options": {"tie_word_embeddings": True},
+        },
+    ),
+    _preset(
+        "qwen3_600m",
+        "Qwen3 0.6B",
+        (1, 16, 8, 128, 8192),
+        mode="both",
+        model={
+            "source": "qwen3",
+            "name": "qwen3_600m",
+            "layers": 28,
+            "width": 1024,
+            "inner": 3072,
+            "vocabulary": 151936,
+            "options": {"tie_word_embeddings": True},
+        },
+    ),
+)
+
+PRESETS: tuple[WorkloadPreset, ...] = (
+    *RING,
+    *DILATED,
+    *REAL_MODELS,
+    *PACKED,
+    *SPARSE,
+    *PER_TOKEN,
+    *DECODE,
+    *MODELS,
+    *SETS,
+)

@@ -226,7 +226,7 @@ function ofPlot(plot) {
     return curves({ points, xTitle: plot.x_label, yTitle: plot.y_label, linearX: plot.linear_x, spans: plot.spans, spanLabel: plot.span_label });
   }
   const values = plot.bars.flatMap((bar) => plot.categories.map((category, index) => ({ category, series: bar.label, y: bar.values[index], lo: bar.low[index] ?? null, hi: bar.high[index] ?? null })));
-  return bars({ values: values.filter((value) => value.y !== null), title: plot.value_label, reference: plot.reference, order: plot.categories });
+  return bars({ values: values.filter((value) => value.y !== null), title: plot.value_label, reference: plot.reference, stacked: plot.stacked, order: plot.categories });
 }
 
 // ---- rows

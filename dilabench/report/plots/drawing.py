@@ -6,7 +6,7 @@ Series have colours that the colour-blind can distinguish, and markers and hatch
 import os
 from collections.abc import Sequence
 from contextlib import chdir, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, nan, sqrt
 from pathlib import Path
@@ -182,6 +182,9 @@ def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
     count = max(1, len(plot.bars))
     # A group is as high as the bars that it has, or as its name.
     present = [[bars.values[group] is not None for bars in plot.bars] for group in range(len(plot.categories))]
+    if plot.stacked:
+        # One bar for each group.
+        present = [[*([False] * (len(has) - 1)), any(has)] for has in present]
     lines = [category.count("\n") + 1 for category in plot.categories]
     heights = [max(1, sum(has), LINE * count) for has, count in zip(present, lines, strict=True)]
     tops = [sum(heights[:group]) + group * GROUP_GAP for group in range(len(heights))]
@@ -191,12 +194,17 @@ def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
     height = MARGIN_INCHES + BAR_INCHES * end + LEGEND_INCHES * (ceil(count / columns) if count > 1 else 0)
     figure = Figure(figsize=(WIDTH_INCHES, max(1.6, height)), layout="constrained")
     axes = figure.subplots()
+    starts = [plot.reference or 0.0] * len(plot.categories)
     for index, bars in enumerate(plot.bars):
         places = [
             top + (high - sum(has)) / 2 + sum(has[:index])
             for top, high, has in zip(tops, heights, present, strict=True)
         ]
-        _draw_series(axes, plot, bars, places, look(known.index(bars.label)))
+        if plot.stacked:
+            ends = [start + (value or 0.0) for start, value in zip(starts, bars.values, strict=True)]
+            bars = replace(bars, values=tuple(ends))
+        _draw_series(axes, bars, places, starts, look(known.index(bars.label)))
+        starts = ends if plot.stacked else starts
     axes.set_yticks([top + (high - 1) / 2 for top, high in zip(tops, heights, strict=True)], plot.categories)
     axes.set_ylim(end - 0.5 + GROUP_GAP / 2, -0.5 - GROUP_GAP / 2)
     if plot.reference is not None:
@@ -212,13 +220,12 @@ def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
     return figure
 
 
-def _draw_series(axes: Axes, plot: BarPlot, bars: Bars, places: list[float], style: Look) -> None:
-    start = plot.reference or 0.0
+def _draw_series(axes: Axes, bars: Bars, places: list[float], starts: list[float], style: Look) -> None:
     found = [(index, value) for index, value in enumerate(bars.values) if value is not None]
     axes.barh(
         [places[index] for index, _ in found],
-        [value - start for _, value in found],
-        left=start,
+        [value - starts[index] for index, value in found],
+        left=[starts[index] for index, _ in found],
         height=0.85,
         label=bars.label,
         color=style.colour,

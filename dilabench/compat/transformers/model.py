@@ -1,0 +1,225 @@
+"""The step of a model of transformers with one attention, as a module: losses of all tokens, or last hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dilabench.choice.descriptors import load_target
+from dilabench.compat.transformers import register
+from dilabench.contracts import BuildContext
+from dilabench.impls.visible_keys import multiplicity
+from dilabench.patterns.dense import DENSE
+from dilabench.workload.model import heads_of
+from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.visibility import alike_heads
+
+SEED = 0
+NO_ATTENTION = "no_attention"
+
+
+class ModelStep(nn.Module):
+    """A step of a model on embeddings [B, N, E], packed [T, E]: the loss of each token, [B, N, 1] in float32, or in
+    mode `forward` the last hidden states [B, N, E] with the cache filled. Packed documents fill no cache.
+
+    The target of each token is drawn once. The table of embeddings is not part of the step, the head is.
+    """
+
+    targets: Tensor
+    bounds: Tensor
+    places: Tensor
+
+    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
+        super().__init__()
+        assert workload.model is not None
+        self.model = model
+        self._workload = workload
+        generator = torch.Generator().manual_seed(SEED)
+        shape = workload.batch_size, workload.seq_len
+        targets = torch.randint(workload.model.vocabulary, shape, generator=generator).to(model.device)
+        self.register_buffer("targets", targets, persistent=False)
+        if workload.cu_seqlens is not None:
+            bounds = torch.tensor(workload.cu_seqlens, dtype=torch.int32, device=model.device)
+            self.register_buffer("bounds", bounds, persistent=False)
+            lengths = [end - start for start, end in workload.sequences]
+            places = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
+            self.register_buffer("places", places, persistent=False)
+            self._longest = max(lengths)
+
+    def forward(self, x: Tensor, _key: Tensor | None = None, _value: Tensor | None = None) -> Tensor:
+        """The result for all tokens; packed documents do not see each other."""
+        if self._workload.layout != "packed":
+            return self.alone(x)
+        # Copies, as each batch has its own.
+        bounds = self.bounds.clone()
+        documents = {
+            "position_ids": self.places.clone(),
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": self._longest,
+            "max_length_k": self._longest,
+        }
+        return self._result(x[None], self.targets, **documents)[0]
+
+    def alone(self, x: Tensor, start: int = 0) -> Tensor:
+        """The result for the sequences [B, n, E] that begin at token `start`, each by itself."""
+        workload = self._workload
+        options: dict[str, Any] = {}
+        if self.model.config._attn_implementation == "eager" and not _is_plain(workload):
+            shape = {"batch_size": 1, "seq_len": x.shape[1], "layout": "padded", "cu_seqlens": None}
+            options["attention_mask"] = _log_counts(workload.replace(**shape)).to(x.device, x.dtype)
+        targets = self.targets[:, start : start + x.shape[1]]
+        return self._result(x, targets, **options)
+
+    def _result(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        if self._workload.mode == "forward":
+            fills_cache = self._workload.layout != "packed" and "attention_mask" not in options
+            hidden: Tensor = self.model.base_model(inputs_embeds=x, use_cache=fills_cache, **options)[0]
+            return hidden
+        logits = self.model(inputs_embeds=x, use_cache=False, **options).logits
+        logits = logits.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
+        losses = functional.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view(*targets.shape, 1)
+
+    def checkpointed(self) -> None:
+        """Compute each layer again in the backward pass, for less memory."""
+        self.model.train()
+        # Its name before transformers 5.24.
+        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
+        enable()
+
+
+def build_eager(workload: Workload, context: BuildContext) -> ModelStep:
+    """With eager attention, which takes any pattern as a mask for every pair."""
+    return _built(workload, context, "eager")
+
+
+def build_sdpa(workload: Workload, context: BuildContext) -> ModelStep:
+    """With torch's scaled_dot_product_attention."""
+    return _built(workload, context, "sdpa")
+
+
+def build_flash2(workload: Workload, context: BuildContext) -> ModelStep:
+    """With FlashAttention 2."""
+    return _built(workload, context, "flash_attention_2")
+
+
+def build_flex(workload: Workload, context: BuildContext) -> ModelStep:
+    """With torch's FlexAttention."""
+    return _built(workload, context, "flex_attention")
+
+
+def build_dilabench(workload: Workload, context: BuildContext) -> ModelStep:
+    """With dilabench's attention."""
+    if workload.pattern == DENSE:
+        return _built(workload, context, register())
+    return _built(workload, context, register(f"dilabench_{workload.pattern.kind}", pattern=workload.pattern))
+
+
+def build_identity(workload: Workload, context: BuildContext) -> ModelStep:
+    """With values for attention, which is what a window of each token alone gives."""
+    ALL_ATTENTION_FUNCTIONS.register(NO_ATTENTION, _values)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NO_ATTENTION, lambda *_, **__: None)
+    return _built(workload, context, NO_ATTENTION)
+
+
+def _values(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return _Values.apply(query, key, value), None
+
+
+class _Values(torch.autograd.Function):
+    """The values of each query's own token, [B, N, H, D]. Gradients of query and key are there, and 0, so that the
+    layers before them have their backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key = ctx.saved_tensors
+        dvalue = dout.transpose(1, 2).unflatten(1, (key.shape[1], -1)).sum(2)
+        return torch.zeros_like(query), torch.zeros_like(key), dvalue
+
+
+def _is_plain(workload: Workload) -> bool:
+    return workload.pattern == DENSE and workload.window == UNBOUNDED
+
+
+def _log_counts(workload: Workload) -> Tensor:
+    """[1, H, N, N] to be added to scores: the logarithm of how often each row sees each key."""
+    rows = torch.arange(workload.seq_len)
+    counts = torch.empty(1, workload.num_heads, workload.seq_len, workload.seq_len, dtype=torch.float64)
+    for heads in alike_heads(workload):
+        counts[:, heads] = multiplicity(workload, heads[0], rows).double().log()
+    return counts
+
+
+def _built(workload: Workload, context: BuildContext, attention: str) -> ModelStep:
+    """The same parameters for every attention on a kind of device. Raises ValueError for a model of other heads."""
+    shape = workload.model
+    assert shape is not None
+    dtype = getattr(torch, workload.dtype)
+    devices = [context.device] if context.device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=context.device.type if devices else "cuda"):
+        torch.manual_seed(SEED)
+        with torch.device(context.device):
+            if ":" in shape.source:
+                model = load_target(shape.source)()
+                model.set_attn_implementation(attention)
+            else:
+                options = {"dtype": dtype, "attn_implementation": attention}
+                model = AutoModelForCausalLM.from_config(_config(workload), **options)
+    model = model.to(context.device, dtype)
+    _check(model, workload)
+    # Embeddings are given.
+    model.set_input_embeddings(nn.Identity())
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    model.train(workload.mode != "forward")
+    return ModelStep(model, workload)
+
+
+def _config(workload: Workload) -> PretrainedConfig:
+    shape = workload.model
+    assert shape is not None
+    # Scores and hidden states of about 1, so that a wrong key shows.
+    usual = {"initializer_range": shape.width**-0.5, "max_position_embeddings": workload.seq_len}
+    if "/" in shape.source:
+        config = AutoConfig.from_pretrained(shape.source, local_files_only=True)
+        config.update({**usual, "num_hidden_layers": shape.layers})
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: shape.layers]
+        return config
+    heads = {
+        "num_attention_heads": workload.num_heads,
+        "num_key_value_heads": workload.num_kv_heads,
+        "head_dim": workload.head_dim,
+    }
+    return AutoConfig.for_model(shape.source, **usual, **heads, **shape.config)
+
+
+def _check(model: PreTrainedModel, workload: Workload) -> None:
+    """Raise ValueError unless the model has the heads and sizes of the workload; cut its layers to their number."""
+    shape, config = workload.model, model.config
+    assert shape is not None
+    config.attention_dropout = 0.0
+    layers = getattr(model.base_model, "layers", None)
+    if layers is not None and len(layers) > shape.layers:
+        model.base_model.layers = layers[: shape.layers]
+        config.num_hidden_layers = shape.layers
+    found = heads_of(config.to_dict()) | {"width": config.hidden_size, "vocabulary": config.vocab_size}
+    given = {"width": shape.width, "vocabulary": shape.vocabulary}
+    given |= {name: getattr(workload, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    wrong = [f"{name} {given[name]} where it has {size}" for name, size in found.items() if given[name] != size]
+    if wrong:
+        raise ValueError(f"model {shape.name}: {', '.join(wrong)}; give its own")

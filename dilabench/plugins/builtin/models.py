@@ -1,0 +1,83 @@
+"""A model's step by attention, as data. The models that have a name are presets (`workloads`)."""
+
+from dataclasses import replace
+
+from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, CUDA, DENSE, HALF
+from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.workload.spec import UNBOUNDED, Workload
+
+# What each token of a window of itself sees.
+ITSELF = (0, 0)
+BUILDERS = "dilabench.compat.transformers.model"
+TRANSFORMERS = "transformers>=5.17"
+_PLAIN = Capabilities(
+    patterns=DENSE,
+    layouts=BOTH_LAYOUTS,
+    modes=frozenset({"forward", "both"}),
+    window=False,
+    causal=frozenset({True}),
+)
+
+
+def _without_window(workload: Workload) -> str | None:
+    return None if workload.window == UNBOUNDED else f"window {workload.window}: the model's own layers say theirs"
+
+
+def _only_itself(workload: Workload) -> str | None:
+    return None if workload.window == ITSELF else "it has no attention, so that it is what a window of 0,0 gives"
+
+
+MODEL_STEPS: tuple[Implementation, ...] = (
+    Implementation(
+        "eager-model",
+        "a model's step with eager attention of transformers, a mask for every pair: what others are compared with",
+        f"{BUILDERS}:build_eager",
+        supports=replace(_PLAIN, patterns=ANY_PATTERN, window=True, merge_grads=BOTH_MERGES),
+        requires=(TRANSFORMERS,),
+        takes="model",
+        role="oracle",
+    ),
+    Implementation(
+        "sdpa-model",
+        "a model's step with torch's scaled_dot_product_attention",
+        f"{BUILDERS}:build_sdpa",
+        supports=_PLAIN,
+        requires=(TRANSFORMERS,),
+        takes="model",
+        role="plain",
+    ),
+    Implementation(
+        "flash2-model",
+        "a model's step with FlashAttention 2 in transformers (`flash_attention_2`)",
+        f"{BUILDERS}:build_flash2",
+        supports=replace(_PLAIN, devices=CUDA, dtypes=HALF),
+        requires=(TRANSFORMERS, "cuda>=sm80", "flash_attn>=2.3"),
+        takes="model",
+    ),
+    Implementation(
+        "flex-model",
+        "a model's step with torch's FlexAttention in transformers (`flex_attention`)",
+        f"{BUILDERS}:build_flex",
+        supports=replace(_PLAIN, devices=CUDA),
+        requires=(TRANSFORMERS, "cuda>=sm80", "triton"),
+        takes="model",
+        compiles=True,
+    ),
+    Implementation(
+        "dilabench-model",
+        "a model's step with dilabench's attention, of any pattern",
+        f"{BUILDERS}:build_dilabench",
+        supports=replace(_PLAIN, patterns=ANY_PATTERN, window=True, check=_without_window),
+        requires=(TRANSFORMERS,),
+        takes="model",
+    ),
+    Implementation(
+        "identity-model",
+        "a model's step with values instead of attention: what remains of it",
+        f"{BUILDERS}:build_identity",
+        supports=replace(_PLAIN, window=True, check=_only_itself),
+        requires=(TRANSFORMERS,),
+        takes="model",
+        role="yardstick",
+    ),
+)

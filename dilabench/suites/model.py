@@ -1,0 +1,197 @@
+"""Suite `model`: the step of a whole model by its attention, and the share of the step that is attention."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
+from dilabench.errors import EnvironmentNotReady
+from dilabench.patterns.dense import DENSE
+from dilabench.plugins.builtin.models import ITSELF
+from dilabench.plugins.builtin.workloads import document_length, drawn_bounds
+from dilabench.record import Measured, PlannedCase, RunRecord
+from dilabench.report.columns import ABSENT, COLUMNS, row_name
+from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.request import RunRequest
+from dilabench.suites.planner import Planner, as_dense
+from dilabench.units import format_latency, format_ratio, percent_text, significant
+from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
+
+NS_PER_MS = 1e6
+# What runs without --config: its preset and lengths.
+ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
+STEPS = {"both": "training step", "forward": "prefill"}
+COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "vs sdpa")
+NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """The step with each attention that can run here, without attention, and with a requested pattern.
+
+    The pattern is another function, so that its rows are unranked; so are those without attention, each token of which
+    sees itself alone. What compiles for long is planned only if it is named. Raises EnvironmentNotReady without
+    transformers.
+    """
+    if planner.catalogue.find_module("transformers") is None:
+        raise EnvironmentNotReady(
+            "suite 'model' builds models of transformers, which is not installed: pip install 'dilabench[transformers]'"
+        )
+    models = [model for model in planner.catalogue.implementations if model.takes == "model"]
+    named = {planner.catalogue.implementations.get(name).name for name in request.implementations}
+    cases: list[PlannedCase] = []
+    for asked in _workloads(request, planner):
+        dense = as_dense(asked)
+        for model in models:
+            is_usual = model.role in ("plain", "method") and not model.compiles
+            if model.role == "yardstick":
+                cases += planner.plan(model, dense.model_copy(update={"window": ITSELF}))
+            elif model.name in named if named else is_usual:
+                cases += planner.plan(model, dense)
+                if asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
+                    cases += planner.plan(model, asked, role="yardstick")
+    return tuple(cases)
+
+
+def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadRequest]:
+    name, lengths = ON_GPU if planner.machine.facts.own_memory else ON_CPU
+    if not request.presets and "model" not in request.overrides:
+        planner = planner.asking(presets=(name,), lengths=request.lengths or lengths)
+    for asked in planner.workload_requests([{}]):
+        if not request.options.get("packed"):
+            yield asked
+        else:
+            bounds = drawn_bounds(asked.seq_len, document_length)
+            yield asked.model_copy(update={"layout": "packed", "cu_seqlens": bounds, "batch_size": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The measured rows of one model and shape: with attention, and without."""
+
+    heading: str
+    shape: Workload
+    rows: tuple[RowView, ...]
+    without: RowView | None
+
+    def share(self, view: RowView) -> float | None:
+        """The share of a step that is attention; None without the row without attention."""
+        return None if self.without is None else max(0.0, 1 - self.without.median_ns / view.median_ns)
+
+    @property
+    def plain(self) -> RowView | None:
+        """The row that speed-ups refer to."""
+        return next((view for view in self.rows if view.row.planned.role == "plain"), None)
+
+
+Versus = Callable[[Steps, RowView], PairView | None]
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """How many times as fast as SDPA each row makes the step, and how much of it is attention."""
+    found = tuple(_steps(record))
+    if not found:
+        return ()
+    pairs = [(steps.plain.row, view.row) for steps in found if steps.plain for view in steps.rows]
+    views = {(id(old), id(new)): view for (old, new), view in zip(pairs, pair_views(pairs, record.device), strict=True)}
+
+    def versus(steps: Steps, view: RowView) -> PairView | None:
+        return views.get((id(steps.plain.row), id(view.row))) if steps.plain else None
+
+    lines = [_sentence(steps, versus) for steps in found]
+    section = Section(
+        title="Answer",
+        sentence="\n".join(lines),
+        columns=COLUMNS_OF_ANSWER,
+        rows=tuple(line for steps in found for line in _lines(steps, versus)),
+        numeric=NUMERIC,
+        plots=tuple(_bars(found)),
+        answers=True,
+        headed=True,
+        spare=("host", "peak mem."),
+    )
+    return (section,)
+
+
+def _steps(record: RunRecord) -> Iterator[Steps]:
+    """The models and shapes that have a time, in the order of the record."""
+    groups: dict[Workload, list[RowView]] = {}
+    for row in record.rows:
+        if isinstance(row.outcome, Measured) and row.outcome.timings:
+            shape = row.case.workload.replace(pattern=DENSE, window=UNBOUNDED)
+            groups.setdefault(shape, []).append(measured_view(row))
+    for shape, views in groups.items():
+        without = [view for view in views if view.row.case.workload.window == ITSELF]
+        rows = tuple(view for view in views if view not in without)
+        heading = f"{shape.label()} · {STEPS.get(shape.mode, shape.mode)}"
+        if rows:
+            yield Steps(heading=heading, shape=shape, rows=rows, without=next(iter(without), None))
+
+
+def _dense(steps: Steps) -> tuple[RowView, ...]:
+    return tuple(view for view in steps.rows if view.row.planned.role != "yardstick")
+
+
+def _sentence(steps: Steps, versus: Versus) -> str:
+    """'At 32K packed `dilabench-model` makes a step 4.4 times as fast as `sdpa-model`; attention is ...'."""
+    shape, plain, rivals = steps.shape, steps.plain, _dense(steps)
+    assert shape.model is not None
+    packed = " packed" if shape.layout == "packed" else ""
+    place = f"{shape.model.name} at {shape.length_label()}{packed}"
+    if not rivals:
+        return f"{place}: no row with dense attention has a time."
+    best, *others = sorted(rivals, key=lambda view: view.median_ns)
+    name, share = row_name(best.row), steps.share(best)
+    other = plain if plain is not best else next(iter(others), None)
+    if plain is None or other is None:
+        own = "" if share is None else f", {percent_text(share)} of it attention"
+        return f"{place}: `{name}` makes a step in {format_latency(best.median_ns)}{own}."
+    compared, theirs = versus(steps, other if best is plain else best), steps.share(other)
+    if compared is not None and compared.faster is not None:
+        times = significant(other.median_ns / best.median_ns, 2)
+        text = f"{place}: `{name}` makes a step {times} times as fast as `{row_name(other.row)}`"
+    else:
+        both = f"{format_latency(best.median_ns)} and {format_latency(other.median_ns)}"
+        text = f"{place}: `{name}` and `{row_name(other.row)}` make a step in {both}, too close to decide"
+    if share is None or theirs is None:
+        return f"{text}."
+    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s step, {percent_text(share)} of `{name}`'s"
+    return f"{text}; attention is {shares}."
+
+
+def _lines(steps: Steps, versus: Versus) -> Iterator[tuple[str, ...]]:
+    """Ranked rows by time, then what computes another function."""
+    ranked = sorted(_dense(steps), key=lambda view: view.median_ns)
+    others = [view for view in steps.rows if view not in ranked]
+    for view in (*ranked, *others, *([steps.without] if steps.without else [])):
+        compared, share, enqueued = versus(steps, view), steps.share(view), view.timing.columns.column("enqueue_ns")
+        host = [time_ns for slot in enqueued for time_ns in slot]
+        pattern = view.row.case.workload.pattern
+        name = row_name(view.row) + ("" if pattern == DENSE else f", {pattern.label()}")
+        yield (
+            steps.heading,
+            name,
+            format_latency(view.median_ns),
+            COLUMNS["tok/s"].value_text(view),
+            COLUMNS["peak mem."].value_text(view),
+            ABSENT if share is None or view is steps.without else percent_text(share),
+            format_latency(median(host)) if host else ABSENT,
+            ABSENT if compared is None or view in others else format_ratio(1 / compared.ratio),
+        )
+
+
+def _bars(found: Sequence[Steps]) -> Iterator[BarPlot]:
+    """A bar for each row, of the time without attention and of what attention adds."""
+    shown = [(steps, view) for steps in found if steps.without for view in steps.rows]
+    if not shown:
+        return
+    rest = [steps.without.median_ns / NS_PER_MS for steps, _ in shown if steps.without]
+    steps_ms = [view.median_ns / NS_PER_MS for _, view in shown]
+    added = tuple(max(0.0, whole - part) for whole, part in zip(steps_ms, rest, strict=True))
+    yield BarPlot(
+        name="step",
+        title="A step: attention, and the rest of the model",
+        value_label="time (ms)",
+        categories=tuple(f"{row_name(view.row)}\n{steps.heading}" for steps, view in shown),
+        bars=(Bars(label="the rest", values=tuple(rest)), Bars(label="attention", values=added)),
+        stacked=True,
+    )

@@ -1,0 +1,86 @@
+"""The model around an attention, as data: enough to build it with random weights from a seed. No torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from dilabench.validation import Model
+
+# Fields of a configuration of transformers, by those of a ModelShape.
+CONFIG_FIELDS = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "inner": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
+CONFIG_FILE = "config.json"
+
+
+class ModelShape(Model):
+    """A model whose step is computed, with the heads of its workload.
+
+    source: a model type of transformers ('llama'), a folder with a `config.json`, or 'module:function' of a function
+    without arguments that returns a causal model of transformers. name: as tables show it. width: channels of its
+    embeddings. inner: channels of its feed-forward layers. options: further fields of its configuration.
+    """
+
+    source: str
+    name: str = ""
+    layers: int = Field(ge=1)
+    width: int = Field(ge=1)
+    vocabulary: int = Field(ge=2)
+    inner: int | None = Field(default=None, ge=1)
+    options: tuple[tuple[str, str | float | int | bool | None], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        """Text is a source. A folder's configuration gives the sizes; a model without a name has its source's."""
+        fields = {"source": data} if isinstance(data, str) else data
+        if not isinstance(fields, dict) or not isinstance(fields.get("source"), str):
+            return fields
+        source = fields["source"]
+        if "/" in source:
+            fields = {**_sizes(config_of(source)), **fields}
+        options = fields.get("options", ())
+        pairs = tuple(sorted(options.items())) if isinstance(options, dict) else options
+        return {**fields, "options": pairs, "name": fields.get("name") or source.rstrip("/").rpartition("/")[2]}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of its configuration in transformers, without those of the heads."""
+        sizes = {theirs: getattr(self, ours) for ours, theirs in CONFIG_FIELDS.items()}
+        return {name: size for name, size in sizes.items() if size is not None} | dict(self.options)
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    """The configuration of a model in a folder. Raises ValueError if there is none."""
+    try:
+        config = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {folder!r} has no readable {CONFIG_FILE}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"model {folder!r}: {CONFIG_FILE} holds no fields")
+    return config
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {ours: config[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in config}
+
+
+def heads_of(config: dict[str, Any]) -> dict[str, int]:
+    """num_heads, num_kv_heads and head_dim of a configuration that has them."""
+    heads = config.get("num_attention_heads")
+    if not heads:
+        return {}
+    dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads, "head_dim": dim}
+
+
+def with_heads(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a workload with the heads of its model's folder, if it has one. Raises ValueError as `config_of`."""
+    model = fields["model"]
+    source = model.get("source") if isinstance(model, dict) else getattr(model, "source", model)
+    return {**heads_of(config_of(source)), **fields} if isinstance(source, str) and "/" in source else fields

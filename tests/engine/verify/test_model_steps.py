@@ -1,0 +1,207 @@
+"""Steps of models: the attentions of the suite are right, and near misses of them are refused."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec, SecondSpec
+from dilabench.engine.verify.case_verifier import CaseVerifier
+from dilabench.plugins.builtin.models import ITSELF, MODEL_STEPS
+from dilabench.record import Case
+from dilabench.workload.spec import WorkloadRequest
+
+pytestmark = pytest.mark.needs_extra("transformers")
+
+CPU = torch.device("cpu")
+SECONDS = tuple(
+    SecondSpec(name=model.name, target=model.target)
+    for role in ("oracle", "plain")
+    for model in MODEL_STEPS
+    if model.role == role
+)
+LLAMA = {"source": "llama", "layers": 3, "width": 64, "inner": 96, "vocabulary": 256}
+WINDOWED = {**LLAMA, "source": "mistral", "options": {"sliding_window": 40}}
+PACKED = {"layout": "packed", "cu_seqlens": (0, 50, 51, 130)}
+
+
+def verified(target, model=LLAMA, **fields):
+    shape = {"batch_size": 1, "seq_len": 130, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mode": "both"}
+    workload = WorkloadRequest(model=model, **{**shape, "dtype": "float32", **fields}).resolve("float32")
+    case = Case(implementation="own", workload=workload)
+    spec = CaseSpec(case=case, target=target, takes="model", seconds=SECONDS, seed=3)
+    verification, why = CaseVerifier(CPU).verify(PreparedCall(spec, CPU, InputStore(CPU)))
+    return verification, why
+
+
+def target_of(name):
+    return next(model.target for model in MODEL_STEPS if model.name == name)
+
+
+FORMS = [
+    {},
+    PACKED,
+    {"batch_size": 2},
+    {"mode": "forward"},
+    pytest.param({"mode": "forward", **PACKED}, marks=pytest.mark.slow),
+    pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+    {"dtype": "bfloat16", **PACKED},
+]
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["sdpa-model", "dilabench-model"])
+def test_attentions_that_are_right_pass(name, fields):
+    verification, why = verified(target_of(name), **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.parametrize("fields", [{}, PACKED, {"mode": "forward"}], ids=str)
+def test_values_are_the_attention_of_a_window_of_each_token(fields):
+    verification, why = verified(target_of("identity-model"), window=ITSELF, **fields)
+    assert verification.passed, why
+    assert not verified(target_of("identity-model"), **fields)[0].passed
+
+
+def test_windows_of_the_models_own_layers_are_right():
+    verification, why = verified(target_of("dilabench-model"), WINDOWED)
+    assert verification.passed, why
+
+
+@pytest.mark.parametrize("fields", [{}, PACKED], ids=str)
+def test_a_pattern_is_compared_with_its_counts(fields):
+    dilated = {"pattern": "dilated", "segment_lengths": (32, 128), "dilation_rates": (1, 2)}
+    verification, why = verified(target_of("dilabench-model"), **dilated, **fields)
+    assert verification.passed, why
+    assert not verified(target_of("sdpa-model"), **dilated, **fields)[0].passed
+
+
+# Near misses: an attention for the name 'near_miss', which the builders below take.
+
+
+def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sliding_window=None, miss=None, **_):
+    """Attention by a mask for every pair, with one mistake."""
+    rows = torch.arange(query.shape[2])
+    groups = query.shape[1] // key.shape[1]
+    is_last = module.layer_idx == 2
+    if miss and miss.startswith("as timed "):
+        miss = miss.removeprefix("as timed ") if len(rows) == AS_TIMED else None
+    seen = rows[:, None] >= rows
+    if miss == "sees the next token":
+        seen = rows[:, None] + 1 >= rows
+    if miss == "does not see itself":
+        seen = (rows[:, None] > rows) | (rows[:, None] + rows == 0)
+    if miss == "is not causal in one layer" and is_last:
+        seen = torch.ones_like(seen)
+    width = None if sliding_window is None else sliding_window + (miss == "window off by one")
+    width = width if width is None or miss != "window too short by one" else width - 1
+    if width is not None:
+        seen = seen & (rows[:, None] - rows < width)
+    if cu_seq_lens_q is not None and miss != "documents leak":
+        number = torch.searchsorted(cu_seq_lens_q.long(), rows, right=True)
+        seen = seen & (number[:, None] == number)
+    if miss == "documents leak by one token" and cu_seq_lens_q is not None:
+        first = rows == cu_seq_lens_q[-2]
+        seen = seen | (first[:, None] & (rows == cu_seq_lens_q[-2] - 1))
+    if miss == "one head of keys for all":
+        key, value = (x[:, :1].expand_as(x) for x in (key, value))
+    if miss == "heads of keys in another order":
+        key, value = (x.repeat(1, groups, 1, 1) for x in (key, value))
+    else:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if miss == "another scale in one layer" and is_last:
+        scaling = 1.05 * scaling
+    if miss == "no gradient of keys":
+        key = key.detach()
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+MISSES = {
+    "sees the next token": {},
+    "does not see itself": {},
+    "is not causal in one layer": {},
+    "window off by one": {"model": WINDOWED},
+    "window too short by one": {"model": WINDOWED},
+    "documents leak": PACKED,
+    "documents leak by one token": PACKED,
+    "one head of keys for all": {},
+    "heads of keys in another order": {},
+    "another scale in one layer": {},
+    "no gradient of keys": {},
+}
+
+
+def build_near_miss(workload, context):
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from dilabench.compat.transformers.model import _built
+
+    ALL_ATTENTION_FUNCTIONS.register("near_miss", lambda *given, **named: attend(*given, **named, miss=CHOSEN[0]))
+    ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", lambda *_, **__: None)
+    return _built(workload, context, "near_miss")
+
+
+CHOSEN = [None]
+AS_TIMED = 300
+
+
+@pytest.fixture
+def chosen():
+    yield CHOSEN
+    CHOSEN[0] = None
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("miss", MISSES)
+def test_near_misses_are_refused(miss, dtype, chosen):
+    fields = MISSES[miss]
+    verification, why = verified(f"{__name__}:build_near_miss", dtype=dtype, **fields)
+    assert verification.passed, f"without a mistake: {why}"
+    chosen[0] = miss
+    assert not verified(f"{__name__}:build_near_miss", dtype=dtype, **fields)[0].passed
+
+
+def learned_positions():
+    """A GPT-2, whose positions are learned: unlike with rotary ones, their beginning counts."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 256, "initializer_range": 0.2}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+def build_without_restart(workload, context):
+    from dilabench.compat.transformers.model import build_sdpa
+
+    step = build_sdpa(workload, context)
+    if CHOSEN[0] and workload.layout == "packed":
+        step.places = torch.arange(workload.seq_len)[None]
+    return step
+
+
+def test_positions_that_do_not_restart_are_refused(chosen):
+    gpt2 = {"source": f"{__name__}:learned_positions", "layers": 2, "width": 64, "vocabulary": 256}
+    fields = {"model": gpt2, "num_kv_heads": 4, **PACKED}
+    verification, why = verified(f"{__name__}:build_without_restart", **fields)
+    assert verification.passed, f"without a mistake: {why}"
+    chosen[0] = True
+    assert not verified(f"{__name__}:build_without_restart", **fields)[0].passed
+
+
+@pytest.mark.parametrize("miss", ["sees the next token", "is not causal in one layer"])
+def test_what_is_right_in_short_must_be_right_as_timed(miss, chosen):
+    chosen[0] = f"as timed {miss}"
+    verification, _ = verified(f"{__name__}:build_near_miss", seq_len=AS_TIMED)
+    wrong = [check for check in verification.checks if not check.passed]
+    assert wrong
+    assert all(check.detail.startswith("against sdpa") for check in wrong)
+
+
+def test_a_model_of_other_heads_is_refused():
+    with pytest.raises(ValueError, match="vocabulary 300 where it has 256"):
+        verified(
+            target_of("sdpa-model"),
+            {"source": f"{__name__}:learned_positions", "layers": 2, "width": 64, "vocabulary": 300},
+        )
