@@ -11,10 +11,12 @@ class KeyValueCache:
 
     capacity: tokens for which memory is allocated at first. It doubles when they are more, so that a token costs no
     copy of all tokens. If gradients are wanted, tensors are joined instead.
+    compressed: the compressed keys and values of these tokens, which `NativeSparseAttention` adds.
     """
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity, self._length = capacity, 0
+        self.compressed: KeyValueCache | None = None
         # [2, B, capacity, K, D], of keys and of values.
         self._memory: Tensor | None = None
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.attention import operands
+from dilabench.attention.cache import KeyValueCache
 from dilabench.attention.call import attend
 from dilabench.attention.sequences import key_bounds, spans_of
 from dilabench.impls.call import Call, pattern_of
@@ -316,12 +317,19 @@ class NativeSparseAttention(nn.Module):
         self.compress_value = BlockCompression(head_dim, *spans, **made)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **made)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """[B, N, E] of x [B, N, E], or with bounds of packed sequences [T, E] of x [T, E].
 
-        `position` gets each sequence alone, [1, n, heads, D]. Raises ValueError for other shapes and for what is no
-        tensor.
+        `position` gets each sequence alone, [1, n, heads, D]. cache: of the tokens before those of x. Tokens that are
+        given one after another get the results of one call over all of them, and only blocks that become whole are
+        compressed; `position` then gets zeros in place of the tokens before. Raises ValueError for other shapes, for
+        what is no tensor, and for a cache together with bounds.
         """
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("cache with cu_seqlens: it holds a batch of equal lengths; give one")
+        before = 0 if cache is None else len(cache)
         bounds: tuple[int, ...] = ()
         if cu_seqlens is None:
             way_out = "packed sequences [T, E] take cu_seqlens, one sequence is [1, N, E]"
@@ -334,13 +342,20 @@ class NativeSparseAttention(nn.Module):
         keys = self.k_proj(x).unflatten(-1, heads).unbind(-3)
         values = self.v_proj(x).unflatten(-1, heads).unbind(-3)
         if self.position is not None:
-            query, *keys = (
-                _joined([*map(self.position, _sequences(part, bounds))], part, 0.0) for part in (query, *keys)
-            )
+            query, *keys = (self._placed(part, bounds, before) for part in (query, *keys))
+        first = 0
+        if cache is not None:
+            joined = (torch.cat([*parts], 2) for parts in (keys, values))
+            keys, values = (part.chunk(BRANCHES, 2) for part in cache.append(*joined))
+            # Of the first block that was not whole before.
+            first = self.compress_key.compression.count(before) * self.compression_stride
         compressed_key, compressed_value = (
-            torch.cat([*map(compress, _sequences(part, bounds))], 1)
+            torch.cat([*map(compress, _sequences(part[:, first:] if first else part, bounds))], 1)
             for compress, part in ((self.compress_key, keys[0]), (self.compress_value, values[0]))
         )
+        if cache is not None:
+            cache.compressed = KeyValueCache() if cache.compressed is None else cache.compressed
+            compressed_key, compressed_value = cache.compressed.append(compressed_key, compressed_value)
         if bounds:
             compressed_key, compressed_value = compressed_key[0], compressed_value[0]
         gates = self.gate_proj(x).sigmoid().unflatten(-1, (self.num_heads, BRANCHES))
@@ -362,3 +377,10 @@ class NativeSparseAttention(nn.Module):
         )
         result: Tensor = self.out_proj(out.flatten(-2))
         return result
+
+    def _placed(self, part: Tensor, bounds: tuple[int, ...], before: int) -> Tensor:
+        """A part with its positions encoded, which begin behind those of `before` tokens."""
+        assert self.position is not None, "else nothing is encoded"
+        padded = nn.functional.pad(part, (0, 0, 0, 0, before, 0)) if before else part
+        encoded = _joined([*map(self.position, _sequences(padded, bounds))], padded, 0.0)
+        return encoded[:, before:] if before else encoded

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from dilabench.attention import DilatedAttention, KeyValueCache, MultiheadDilatedAttention
+from dilabench.attention import (
+    DilatedAttention,
+    KeyValueCache,
+    MultiheadDilatedAttention,
+    NativeSparseAttention,
+)
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4), "causal": True}
 
@@ -24,8 +30,47 @@ def test_a_module_generates_the_rows_of_the_whole_pass(options: dict[str, Any], 
     assert len(cache) == 40
 
 
-def test_gradients_reach_earlier_tokens() -> None:
-    module = MultiheadDilatedAttention(32, 4, **BRANCHES).double()
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings of x [B, N, heads, D], whose first token is at position 0."""
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] / torch.arange(1, x.shape[3] // 2 + 1)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+SPARSE: dict[str, Any] = {"compression_length": 8, "compression_stride": 4, "block_size": 16, "top_k": 2, "window": 6}
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "dilated": lambda: MultiheadDilatedAttention(32, 4, **BRANCHES),
+    "native sparse": lambda: NativeSparseAttention(32, 4, 2, **SPARSE),
+    "native sparse, rotated": lambda: NativeSparseAttention(32, 4, 2, **SPARSE, position=rotated),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 90, (3, 1, 50, 4, 32), (90,)], ids=len)
+@pytest.mark.parametrize("kind", ["native sparse", "native sparse, rotated"])
+def test_compressed_keys_are_kept(kind: str, sizes: tuple[int, ...]) -> None:
+    """Only blocks that became whole are compressed, each once."""
+    torch.manual_seed(0)
+    module = MODULES[kind]().double()
+    x = torch.randn(2, 90, 32, dtype=torch.float64)
+    compressed = 0
+
+    def count(_module: Any, _inputs: Any, out: torch.Tensor) -> None:
+        nonlocal compressed
+        compressed += out.shape[1]
+
+    with torch.no_grad():
+        whole = module(x)
+        cache = KeyValueCache(capacity=4)
+        module.compress_key.register_forward_hook(count)
+        found = torch.cat([module(part, cache=cache) for part in x.split(sizes, 1)], 1)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    assert cache.compressed is not None
+    assert compressed == len(cache.compressed) == (90 - 8) // 4 + 1
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_gradients_reach_earlier_tokens(kind: str) -> None:
+    module = MODULES[kind]().double()
     x = torch.randn(1, 24, 32, dtype=torch.float64, requires_grad=True)
     cache = KeyValueCache()
     out = torch.cat([module(part, cache=cache) for part in x.split((9, 15), 1)], 1)
@@ -63,6 +108,9 @@ def test_tokens_of_another_kind_are_refused(shape: tuple[int, ...], dtype: torch
 
 
 def test_a_cache_holds_no_packed_sequences() -> None:
+    x = torch.randn(9, 32)
+    with pytest.raises(ValueError, match="cache with cu_seqlens"):
+        MODULES["native sparse"]()(x, cu_seqlens=(0, 9), cache=KeyValueCache())
     module, x = DilatedAttention(**BRANCHES), torch.randn(9, 4, 8)
     with pytest.raises(ValueError, match="cache with cu_seqlens or key_lengths"):
         module(x, x, x, cu_seqlens=(0, 9), cache=KeyValueCache())

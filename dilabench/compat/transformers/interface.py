@@ -254,10 +254,11 @@ def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None
         return f"{reason}, under torch.compile"
     if parts.spans is None:
         return reason if parts.documents is not None else f"padding between the tokens of a row: {reason}"
-    if parts.causal or pattern is not None:
-        first, end = parts.spans.unbind(1)
-        if ((end < parts.length) & (first < end)).any():
-            return f"padding behind the last token of a row: {reason}"
+    first, end = parts.spans.unbind(1)
+    if (parts.causal or pattern is not None) and ((end < parts.length) & (first < end)).any():
+        return f"padding behind the last token of a row: {reason}"
+    if pattern is None and parts.anchor.is_cuda and (parts.spans != parts.spans[:1]).any():
+        return f"padding of unequal length, where each length is a launch: {reason}"
     return None
 
 
