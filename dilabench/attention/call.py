@@ -303,7 +303,7 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
     implementation reads them there, else None.
     """
     (query, *of_query), (key, *of_keys), _ = kinds
-    if call.cu_seqlens or not operands.may_stay(key_bounds) or key_bounds.ndim != 1 or not len(key_bounds):
+    if call.cu_seqlens or not operands.may_stay(key_bounds) or key_bounds.ndim != 1 or not key_bounds.shape[0]:
         return None
     if bounds is not None:
         # As if all were of one length.
@@ -311,10 +311,12 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
         if sequences < 1 or len(key_bounds) != len(bounds) or not operands.may_stay(bounds):
             return None
         query, key = (torch.Size((sequences, -(-x[1] // sequences), *x[2:])) for x in (query, key))
-    elif len(key_bounds) != query[0]:
+        kinds = (query, *of_query), (key, *of_keys), (key, *of_keys)  # type: ignore[assignment]
+        call = call.of_one_sequence
+    elif key_bounds.shape[0] != query[0]:
         return None
     try:
-        alike = _of_shapes(((query, *of_query), (key, *of_keys), (key, *of_keys)), call.of_one_sequence)
+        alike = _of_shapes(kinds, call)
     except ValueError:
         # These are refused for equal lengths, not for the caller's.
         return None

@@ -124,7 +124,7 @@ def fields_of(pattern: Pattern) -> PatternFields | None:
     Raises ValueError for a pattern whose kind is not registered under its name.
     """
     if torch.compiler.is_compiling():
-        return _traced([*pattern.__dict__.items()])
+        return _traced([(name, getattr(pattern, name)) for name in pattern.field_names])
     try:
         registered = pattern_type(pattern.kind)
     except ConfigError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,40 +30,56 @@ def build(workload: Workload, context: BuildContext) -> SplitKeys:  # noqa: ARG0
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SplitKeys(AttentionComputation):
-    """The last rows of k and v [B, N, K, D]: of all N keys, or of as many as a tensor says, which the host never reads.
+    """The last rows of k and v [B, N, K, D], all N keys of each item.
 
-    shape: the heads, of any length. window: keys behind and ahead, (-1, 0) if causal. lengths: int [B], on the device,
-    the number of keys of each item. bounds: of packed sequences.
+    shape: the heads, of any length. window: keys behind and ahead, (-1, 0) if causal.
     """
 
     pattern: Pattern
     shape: SequenceShape
     window: Window
     scale: float
-    lengths: Tensor | None = None
-    bounds: Bounds | None = None
     branches: dict[Hashable, KeyBranches] = field(default_factory=dict, repr=False)
 
-    def of_lengths(self, lengths: Tensor) -> SplitKeys:
+    def of_lengths(self, lengths: Tensor) -> OfNumbers:
         """The computation of a cache with this many keys in each item, int [B] on the device; more than N are all."""
-        return replace(self, lengths=lengths.contiguous())
+        return OfNumbers(self, lengths.contiguous())
 
-    def of_bounds(self, queries: Tensor, keys: Tensor) -> SplitKeys:
+    def of_bounds(self, queries: Tensor, keys: Tensor) -> OfNumbers:
         """The computation of packed sequences, bounds int [S + 1] on the device."""
-        return replace(self, bounds=Bounds(queries.contiguous(), keys.contiguous()))
+        return OfNumbers(self, None, Bounds(queries.contiguous(), keys.contiguous()))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, bounds: Bounds | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out [B, M, H, D] and lse [B, H, M]; of packed sequences B is 1."""
         # Segments of a growing cache are cut at powers of two only, so that few tables are made.
         about = 1 << (k.shape[1] - 1).bit_length(), q.device, type(q)
         branches = self.branches.get(about)
         if branches is None:
             self.branches[about] = branches = _branches(self.pattern, self.shape, *about)
         q, k, v = last_dim_contiguous(q), last_dim_contiguous(k), last_dim_contiguous(v)
-        return attend_few_rows(q, k, v, branches, self.window, self.scale, self.lengths, self.bounds)
+        return attend_few_rows(q, k, v, branches, self.window, self.scale, lengths, bounds)
 
     def backward(self, *_tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Raises ValueError: implementations with a backward pass serve calls that want gradients."""
         raise ValueError("split-keys has no backward pass; use mode=forward or another implementation")
+
+
+class OfNumbers(NamedTuple):
+    """The same for as many keys as a tensor says, which the host never reads."""
+
+    computation: SplitKeys
+    lengths: Tensor | None
+    bounds: Bounds | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `SplitKeys.forward`."""
+        return self.computation.forward(q, k, v, self.lengths, self.bounds)
+
+    def backward(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `SplitKeys.backward`."""
+        return self.computation.backward(*tensors)
 
 
 @lru_cache(maxsize=64)

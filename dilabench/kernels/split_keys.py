@@ -318,11 +318,14 @@ def tile_for(rows: int, head_dim: int, itemsize: int) -> SplitTile:
     64, 4, 3 128; 32, 4, 4 130; 128, 4, 2 131; 128, 8, 3 131; 64, 4, 2 136; 64, 8, 3 145. 1x1048576, H16, D64: 128, 4, 3
     933; 64, 2, 3 933; 64, 4, 3 938; 32, 4, 4 940; 128, 4, 2 1035.
     """
-    rows = min(64, max(16, triton.next_power_of_2(rows)))
+    rows = max(16, triton.next_power_of_2(rows))
+    # As many rows as do not spill registers.
     if itemsize > 2:
-        return SplitTile(rows, 32 if head_dim <= 128 else 16, 4, 2)
+        return SplitTile(16, 32 if head_dim <= 128 else 16, 4, 2)
     if head_dim > 128:
-        return SplitTile(rows, 32, 4, 3)
+        return SplitTile(min(32, rows), 32, 4, 3)
+    if rows >= 64:
+        return SplitTile(64, 64, 4, 3 if head_dim <= 64 else 2)
     return SplitTile(rows, 64 if head_dim > 64 else 128, 4, 3)
 
 
@@ -445,16 +448,19 @@ def attend_few_rows(
             branches.plans.clear()
         branches.plans[key] = plan = _plan(q, k, v, branches, window, scale, read, split)
     B, M, H, _ = q.shape
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((B, H, M), dtype=torch.float32)
-    if not plan.parts:
-        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **read}
+    tensors = {"q": q, "k": k, "v": v, **read}
+    if plan.parts:
+        # The GPU begins before the host makes the results.
+        parts = q.new_empty(plan.parts, dtype=torch.float32)
+        tensors |= {"out": parts, "lse": parts}
         plan.cache.launch("split", [tensors], partial(plan.split, tensors))
-        return out, lse
-    parts = q.new_empty(plan.parts, dtype=torch.float32)
-    tensors = {"q": q, "k": k, "v": v, "out": parts, "lse": parts, **read}
-    plan.cache.launch("split", [tensors], partial(plan.split, tensors))
-    tensors = {"out": out, "lse": lse, "parts": parts, **read}
-    plan.cache.launch("merge", [tensors], partial(plan.merge, tensors))
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((B, H, M), dtype=torch.float32)
+    if plan.parts:
+        tensors = {"out": out, "lse": lse, "parts": parts, **read}
+        plan.cache.launch("merge", [tensors], partial(plan.merge, tensors))
+    else:
+        tensors |= {"out": out, "lse": lse}
+        plan.cache.launch("split", [tensors], partial(plan.split, tensors))
     return out, lse
 
 

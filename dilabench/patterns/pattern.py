@@ -62,6 +62,13 @@ class Pattern(Model, ABC):
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
     # Fields of requests that determine the density: files of masks, indices or bounds.
     given_whole_by: ClassVar[frozenset[str]] = frozenset()
+    # Names of the fields in their order, as compilers read them: no version of torch traces all that pydantic offers.
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.field_names = tuple(cls.model_fields)
 
     def __init__(self, **fields: Any) -> None:
         """Raises PatternError, a ValueError, for fields that the pattern does not take."""

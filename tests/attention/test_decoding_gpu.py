@@ -50,6 +50,8 @@ def graph_of(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+# torch says of its mode that it does not detect every wait.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("run", ["eager", "CUDA graph", "torch.compile"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_thousand_steps_equal_the_square(
