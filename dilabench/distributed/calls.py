@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import let_others_capture
+from dilabench.kernels.streams import current_stream
 
 PATIENCE_S, PERIOD_S = 2.0, 0.5
 # Earlier calls that a rank remembers: one that only sends may be that far ahead of one that waits.
@@ -111,7 +112,7 @@ class Calls:
         if self._device is not None and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._ended_s = time.monotonic()
             self._last = self._last or torch.cuda.Event()
-            self._last.record(torch.cuda.current_stream(self._device))
+            self._last.record(current_stream(self._device))
         if isinstance(error, RuntimeError) and (text := self._found()):
             raise RanksDisagreeError(text) from error
 

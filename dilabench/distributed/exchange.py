@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dilabench.distributed.transport.messages import Message, RowsOf
@@ -37,7 +36,7 @@ class Exchange:
     kind: str
     sends: Mapping[int, Sequence[RowsOf]]
     receives: Mapping[int, Sequence[RowsOf]]
-    _plans: dict[tuple[torch.Size | torch.dtype, ...], _Plan] = field(default_factory=dict, compare=False)
+    _plans: dict[tuple[object, ...], _Plan] = field(default_factory=dict, compare=False)
 
     def start(self, *tensors: Tensor) -> Work:
         """Send and receive rows of these tensors, and return the work to wait for."""

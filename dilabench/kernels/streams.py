@@ -30,6 +30,21 @@ def wait_for(x: Tensor) -> None:
         torch.cuda.current_stream(x.device).synchronize()
 
 
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a CUDA device: found by its number, in a tenth of the time that torch takes for another
+    object of the same stream.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    number = torch._C._cuda_getCurrentRawStream(index)
+    stream = _streams.get((index, number))
+    if stream is None:
+        stream = _streams[index, number] = torch.cuda.current_stream(device)
+    return stream
+
+
 def is_captured(x: Tensor) -> bool:
     """Return True if a CUDA graph is being captured from what is launched on the device of x."""
     return type(x) is Tensor and x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -133,19 +133,17 @@ class HeldSharding:
     def order(self, _workload: Workload) -> None:
         """None: `sequence_shards` cuts for dilabench's own algorithms."""
 
-    def launches(self, _workload: Workload, _ranks: int) -> Launches:
-        """Nothing is known of its host."""
-        return Launches(0, 0, 0)
+    def launches(self, workload: Workload, ranks: int) -> Launches:
+        """Like `Sharding.launches`; none for a sharding without that method."""
+        found = self._asked("launches", workload, ranks, Launches) if hasattr(self.own, "launches") else None
+        return found if isinstance(found, Launches) else Launches(0, 0, 0)
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Like `Sharding.sums_hops`; False for an older sharding without that method."""
         return hasattr(self.own, "sums_hops") and self._asked("sums_hops", workload, ranks, bool) is True
 
-    def _asked(self, question: str, workload: Workload, ranks: int, *kinds: type) -> float | None:
+    def _asked(self, question: str, workload: Workload, ranks: int, *kinds: type) -> Any:
         with self.catalogue.left_out(self.plugin, self.what, refuses=False):
             wanted = kinds or (float, int, type(None))
-            answer: float | None = answered(
-                self.plugin, self.what, getattr(self.own, question), workload, ranks, kind=wanted
-            )
-            return answer
+            return answered(self.plugin, self.what, getattr(self.own, question), workload, ranks, kind=wanted)
         return None

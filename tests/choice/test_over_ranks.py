@@ -103,6 +103,34 @@ def test_auto_takes_it_and_says_what_is_expected(name: str, ranks: int, algorith
         assert " expected" in choice.source
 
 
+@pytest.mark.parametrize("length", [4096, 4001])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_short_call_is_the_one_that_its_host_launches_soonest(length: int, ranks: int) -> None:
+    """Its device would be done sooner with a ring, whose messages are hidden; on CPUs that decides."""
+    asked = preset("medium", batch_size=1, seq_len=length)
+    names = ("zigzag-ring", "zigzag-allgather")
+    for device, fastest in (("cuda", "zigzag-allgather"), ("cpu", "zigzag-ring")):
+        cases = [Case(implementation=name, workload=asked, world_size=ranks) for name in names]
+        (chosen, seconds), *_ = fastest_expected(cases, device, CATALOGUE)
+        assert seconds is not None
+        assert chosen.implementation == fastest
+
+
+def test_launches_of_an_algorithm_grow_with_ranks_only_if_its_keys_come_step_by_step() -> None:
+    asked, found = preset("medium"), {}
+    for name in ("zigzag-ring", "ring", "zigzag-allgather", "balanced-allgather", "ulysses"):
+        sharding = CATALOGUE.sharding_of(name)
+        assert sharding is not None
+        found[name] = [tuple(sharding.launches(asked, ranks)) for ranks in (2, 4, 8)]
+    assert found == {
+        "zigzag-ring": [(2, 1, 1), (4, 3, 5), (8, 7, 13)],
+        "ring": [(2, 1, 2), (4, 3, 6), (8, 7, 14)],
+        "zigzag-allgather": [(2, 1, 1), (3, 1, 1), (3, 1, 1)],
+        "balanced-allgather": [(2, 1, 1), (3, 1, 1), (3, 1, 1)],
+        "ulysses": [(1, 2, 2)] * 3,
+    }
+
+
 def test_a_window_is_not_sent_round() -> None:
     asked = preset("large", window=(512, 0))
     ring, deal = (

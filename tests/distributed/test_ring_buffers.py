@@ -149,7 +149,7 @@ def test_tensors_of_any_strides_arrive_in_their_order(names, items, rows):
     sent = [MESSAGES[name](torch.randn(items, rows, 3, 5)) for name in names]
     message = Message.of(sent, most_rows=MOST_ROWS)
     # Some tensors are written by the host, which does not wait until a chunk was taken.
-    by_host = not all(part.count for part in message.parts)
+    by_host = not all(part.rows for part in message.parts)
     ranks = Ranks(2, 64 * REGION if by_host else REGION)
     memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
     send(ranks.buffers[0], memory, queue, 1, message, sent)
@@ -197,7 +197,7 @@ def test_rows_of_two_tensors_arrive_in_one_of_both(spans, dim, region):
 def test_a_tensor_is_rows_at_equal_distances_if_its_strides_are(part, count):
     x = part(torch.empty(4, 6, 2, 8))
     (found,), _ = Message.of([x])
-    assert found.count == count
+    assert found.rows == count
     assert not count or found.width * count == x.nbytes
 
 

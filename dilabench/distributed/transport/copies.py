@@ -31,6 +31,7 @@ from dilabench.distributed.transport.ring_buffers import (
 )
 from dilabench.distributed.transport.slots import SLOTS, Slots
 from dilabench.errors import first_line
+from dilabench.kernels.streams import current_stream
 
 _WAIT_UNTIL_AT_LEAST = 0
 
@@ -163,7 +164,7 @@ class CopyWork:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         if self._copies.trouble:
             self._copies.check()
-        self._copies.current_stream().wait_event(self._event)
+        current_stream(self._device).wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
             self._ended = None
@@ -254,7 +255,10 @@ class Copies:
         an attention kernel that began meanwhile does not give up.
         """
         self.check()
-        queue = self._current()
+        current = current_stream(self._device)
+        queue = self._queues.get(current.stream_id)
+        if queue is None:
+            queue = self._queues[current.stream_id] = StreamQueue(current)
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
         if captured:
@@ -275,18 +279,6 @@ class Copies:
         deadline = time.monotonic() + self.timeout_s
         self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
         return CopyWork(self, self._device, arrived)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """The current stream of the device."""
-        return self._current().stream
-
-    def _current(self) -> StreamQueue:
-        # The stream's number takes the host a tenth of the time that torch's object of it takes.
-        number = torch._C._cuda_getCurrentRawStream(self._device.index)
-        queue = self._queues.get(number)
-        if queue is None:
-            queue = self._queues[number] = StreamQueue(torch.cuda.current_stream(self._device))
-        return queue
 
     def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
         """Peers in the order in which they follow this rank, or precede it (-1)."""

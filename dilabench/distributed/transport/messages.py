@@ -22,8 +22,8 @@ RowsOf = tuple[int, int, int]
 
 
 class Part(NamedTuple):
-    """Bytes [start, start + nbytes) of a message: `count` rows of `width` bytes of a tensor, `pitch` bytes from each to
-    the next, the first one `offset` bytes after its address; count 0: a tensor of other strides.
+    """Bytes [start, start + nbytes) of a message: `rows` rows of `width` bytes of a tensor, `pitch` bytes from each to
+    the next, the first one `offset` bytes after its address; rows 0: a tensor of other strides.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     offset: int = 0
     width: int = 0
     pitch: int = 0
-    count: int = 0
+    rows: int = 0
 
     def copy(self, queue: Queue, address: int, packed: int, first: int, stop: int, *, pack: bool) -> None:
         """Queue the copy of its bytes [first, stop) to an address where they follow each other (`pack`), or from there.
@@ -40,12 +40,12 @@ class Part(NamedTuple):
         address: of the tensor.
         """
         address += self.offset
-        if self.count == 1:
+        if self.rows == 1:
             place = address + first
             queue.copy(*((packed, place) if pack else (place, packed)), stop - first)
         elif stop - first == self.nbytes:
-            rows, packed_rows = (address, self.pitch), (packed, self.width)
-            queue.copy_rows(*((packed_rows, rows) if pack else (rows, packed_rows)), self.width, self.count)
+            apart, packed_rows = (address, self.pitch), (packed, self.width)
+            queue.copy_rows(*((packed_rows, apart) if pack else (apart, packed_rows)), self.width, self.rows)
         else:
             for row in range(first // self.width, -(-stop // self.width)):
                 start = row * self.width
@@ -65,8 +65,8 @@ class Message(NamedTuple):
         """Whole tensors, which are numbered from `number` on. most_rows: those of more are as ones of other strides."""
         parts, start = [], 0
         for at, x in enumerate(tensors, number):
-            *sizes, count = _rows(x)
-            parts.append(Part(start, x.nbytes, at, 0, *sizes, count if count <= most_rows else 0))
+            width, pitch, rows = _rows(x)
+            parts.append(Part(start, x.nbytes, at, 0, width, pitch, rows if rows <= most_rows else 0))
             start = _aligned(start + x.nbytes, _PART_ALIGNMENT)
         return cls(tuple(parts), _aligned(start, ALIGNMENT))
 
@@ -83,8 +83,9 @@ class Message(NamedTuple):
             for half in range(halves):
                 count = items // halves
                 offset, nbytes = half * count * pitch + first * row, count * width
-                rows_of = (nbytes, nbytes, 1) if width == pitch else (width, pitch, count)
-                parts.append(Part(start, nbytes, number, offset, *(rows_of if nbytes else ())))
+                whole = width == pitch
+                sizes = (nbytes if whole else width, nbytes if whole else pitch, 1 if whole else count)
+                parts.append(Part(start, nbytes, number, offset, *(sizes if nbytes else (0, 0, 0))))
                 start = _aligned(start + nbytes, _PART_ALIGNMENT)
         return cls(tuple(parts), _aligned(start, ALIGNMENT))
 
@@ -121,7 +122,7 @@ def send(
 ) -> bool:
     """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
     base = memory.data_ptr()
-    if message.nbytes > messages.longest_chunk and not all(part.count for part in message.parts):
+    if message.nbytes > messages.longest_chunk and not all(part.rows for part in message.parts):
         # What a kernel writes is made contiguous first: chunks end anywhere in it.
         tensors = [tensors[part.tensor].contiguous() for part in message.parts]
         message = Message.of(tensors)
@@ -132,7 +133,7 @@ def send(
             if first >= stop:
                 continue
             x, target = tensors[part.tensor], place + first - start
-            if part.count:
+            if part.rows:
                 part.copy(queue, x.data_ptr(), base + target, first - part.start, stop - part.start, pack=True)
             else:
                 copy_strided_(memory[target : target + part.nbytes].view(x.dtype).view(x.shape), x)
@@ -149,7 +150,7 @@ def receive(
         for part in message.parts:
             first, stop = max(part.start, start), min(part.start + part.nbytes, start + length)
             if first < stop:
-                assert part.count, "a tensor to receive into has rows at equal distances"
+                assert part.rows, "a tensor to receive into has rows at equal distances"
                 place, target = address + first - start, tensors[part.tensor].data_ptr()
                 part.copy(queue, target, place, first - part.start, stop - part.start, pack=False)
 
