@@ -1,6 +1,7 @@
 """The commands that README, docs and a generated plug-in show: run if that takes a moment, otherwise parsed."""
 
 import glob
+import json
 import re
 import shlex
 import tomllib
@@ -133,7 +134,7 @@ def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path]
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, str]:
-    """The files that pages name, by path: records, runs in folders, the tutorial's workload."""
+    """The files that pages name, by path: records, runs in folders, workloads, a model's configuration."""
 
     def record(run_id: str, shard: str | None = None, **fields: Any) -> str:
         rows = [made_row("gather", ns=2e7, **fields), made_row("strided", position=1, **fields)]
@@ -143,9 +144,15 @@ def files() -> dict[str, str]:
     alike = ("baseline/1", "baseline-runs/1-quick-1", "base-runs/1", "branch-runs/1", "benchmark_results/RUN", "1")
     # `results/*` are two, `results/1/*` the first and what is in its folder.
     shards = {"results/1": "1/2", "results/2": "2/2", "results/1/1": "2/2"}
-    (model,) = re.findall(r"```toml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    model, of_transformers = (
+        re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[0]
+        for page in ("tutorial.md", "how-to/measure-models.md")
+    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     return {
         "model.toml": model,
+        "my-model.toml": of_transformers,
+        "my-model/config.json": json.dumps({"model_type": "llama", **sizes}),
         **{name: record(f"aa{at}") for at, name in enumerate(alone)},
         **{f"{name}/run.json": record(f"bb{at}") for at, name in enumerate(alike)},
         **{
