@@ -1,6 +1,10 @@
-"""A repeated call passes few functions of ours, so that the way from q, k and v to the kernel can be read."""
+"""A call passes few functions of ours, a first one few files: the way from q, k and v to the kernel can be read.
+
+Run as a program it makes the first call of a pattern and prints the files.
+"""
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -85,9 +89,38 @@ def test_a_repeated_call_on_a_cpu(call: Call) -> None:
     assert len(found) <= 28, found
 
 
+# Branches of a dilated pattern are cut into views by six files of their own.
+MOST_FILES = dict.fromkeys(CALLS, 24) | {"dilated": 30}
+
+
+@pytest.mark.skipif(not flash.serves(torch.float32), reason="needs a C++ compiler, none works here")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_first_call_on_a_cpu(name: str) -> None:
+    found = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True).stdout.split()
+    assert 0 < len(found) <= MOST_FILES[name], found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa-cudnn", "sdpa-flash"])
+def test_torch_alone_differentiates_a_dense_call_on_a_gpu(backend: str) -> None:
+    leaves = [x.requires_grad_() for x in operands("cuda", torch.bfloat16)]
+    dout = torch.ones_like(leaves[0])
+    forward = functions_of(lambda: attention(*leaves, causal=True, backend=backend))
+    both = functions_of(lambda: torch.autograd.grad(attention(*leaves, causal=True, backend=backend), leaves, dout))
+    assert both == forward
+    assert len(both) <= 14, both
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", [CALLS["dense"], CALLS["dilated"]], ids=["dense", "dilated"])
 def test_a_repeated_call_on_a_gpu(call: Call) -> None:
     tensors = operands("cuda", torch.bfloat16)
     found = functions_of(lambda: call(*tensors))
     assert len(found) <= 14, found
+
+
+if __name__ == "__main__":
+    tensors, passed = operands("cpu", torch.float32), set()
+    with watched(passed):
+        CALLS[sys.argv[1]](*tensors)
+    print(*sorted({code.co_filename.removeprefix(HOME) for code in passed}))  # noqa: T201 - the test reads it
