@@ -645,6 +645,7 @@ def specialised_backward(
         "SHARED": shared,
         "PER_HEAD": False,
         "COUNTED": not shared,
+        "SKIPS": causal and not hard and not shared,
     } | ({} if documents else OF_DOCUMENTS)
     if not shared:
         constants["slots_ptr"] = None

@@ -152,6 +152,7 @@ def _launch(
             "SHARED": False,
             "PER_HEAD": False,
             "COUNTED": True,
+            "SKIPS": causal and not group.is_windowed and config.block_n == 2 * config.block_m,
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own
