@@ -59,6 +59,8 @@ DILATED = {
     "two tiles of columns": (1, 128, 2, 1, 80, (64, 128), (1, 2), ((0,), (1,))),
     "columns of zeros": (2, 128, 2, 1, 48, (64, 128), (1, 2), ((0,), (1,))),
     "grouped heads": (1, 128, 4, 2, 32, (64, 128), (1, 2), ((0,), (1,))),
+    "half tiles": (1, 192, 2, 1, 128, (64, 192), (1, 2), ((0, 1),)),
+    "half tiles, tokens left over": (1, 107, 3, 1, 128, (32, 400), (1, 2), ((0,), (1,))),
 }
 # Through the kernel for narrow heads.
 NARROW = {

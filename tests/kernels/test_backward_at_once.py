@@ -14,8 +14,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: dilabench.kernels needs it")
 
 from dilabench.kernels.fused import backward_at_once
+from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.backward_at_once import groups_at_once
 from dilabench.kernels.fused.residue_plan import residue_plan
+from dilabench.kernels.launch_cache import Launch, LaunchCache
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "h100-backward-at-once.json"
 
@@ -62,3 +64,18 @@ def test_heads_that_share_keys_cover_what_any_of_them_does() -> None:
     by_head = residue_plan((64,), (4,), 256, 8, 2, False).groups[0]
     by_kv_head = residue_plan((64,), (4,), 256, 8, 2, False, offset_by="kv_head").groups[0]
     assert (by_head.covered_keys, by_kv_head.covered_keys) == (1, 1 / 4)
+
+
+def test_the_heaviest_items_of_all_heads_go_first_where_the_cache_holds_what_they_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a second branch an eighth of the tokens."""
+    n, heads, dim = 2048, 2, 64
+    plan = residue_plan((256, n), (1, 8), n, heads, heads, True, cut=((0,), (1,)))
+    q = torch.zeros(1, n, heads, dim, dtype=torch.float16)
+    monkeypatch.setattr(backward_at_once, "L2_RESIDENT_BYTES", 2 * q.numel() * q.element_size() // 4)
+    monkeypatch.setattr(backward_at_once, "_is_faster", lambda *_: True)
+    noted: list[Launch] = []
+    fused_backward(q, q, q, q, q, torch.zeros(1, heads, n), plan, cache=LaunchCache(noted))
+    arguments = [launch.arguments(False)[1] for launch in noted]
+    assert [own["item_major"] for own in arguments if "item_major" in own] == [0, 1]

@@ -35,6 +35,8 @@ DILATED = {
     "two tiles of columns": (2, 2),
     "columns of zeros": (0, 2),
     "grouped heads": (2, 2),
+    "half tiles": (1, 1),
+    "half tiles, tokens left over": (2, 2),
 }
 # Head dims up to 32 go backward in two passes.
 NARROW = {

@@ -350,6 +350,7 @@ def specialised(
         "WINDOWED": hard,
     } | ({} if documents else OF_DOCUMENTS)
     constants["PERSISTENT"] = is_persistent(dim, causal, cut or ranges or merge)
+    constants["HALVES"] = causal and dim == 128 and not hard and not ranges
     constants |= {"TAKE_TURNS": dim < 128, "LARGEST": 2.0**64 if dim < 128 else 0.0}
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
     constants |= {name: None for name, there in missing if not there}
@@ -644,6 +645,7 @@ def specialised_backward(
         "SHARED": shared,
         "PER_HEAD": False,
         "COUNTED": not shared,
+        "SKIPS": causal and not hard and not shared,
     } | ({} if documents else OF_DOCUMENTS)
     if not shared:
         constants["slots_ptr"] = None

@@ -130,6 +130,8 @@ def _launch(
     n_items, n_tiles, lists = key_lists(tensors, group, config, causal, "items")
     shared = tile_arguments(tensors, group.modulus, first_kv_head, config)
     n_blocks = q.shape[0] * shared["some_kv_heads"] * group.n_supers
+    # Of the heads whose sums there are.
+    keys_and_values = 2 * keys[:, :, : shared["some_kv_heads"]].numel() * keys.element_size() * group.covered_keys
 
     def arguments(ragged: bool) -> Arguments:
         own = {
@@ -144,7 +146,7 @@ def _launch(
             **segment_arguments(group),
             **lists,
             "n_blocks": n_blocks,
-            "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
+            "item_major": int(keys_and_values <= L2_RESIDENT_BYTES),
             "n_slots": 0,
             "CAUSAL": causal,
             "RAGGED": (ragged or group.documents > 0) and not causal,
@@ -152,6 +154,7 @@ def _launch(
             "SHARED": False,
             "PER_HEAD": False,
             "COUNTED": True,
+            "SKIPS": causal and not group.is_windowed and config.block_n == 2 * config.block_m,
             "launch_pdl": follows,
         }
         return (n_items * n_blocks,), shared | own

@@ -33,8 +33,8 @@ from dilabench.kernels.fused.sm90.backward_steps import (
     begin_queries,
     begin_scores,
     corner,
+    dq_layout,
     half_of,
-    share_columns,
     store_sums,
     sums_of,
 )
@@ -62,7 +62,8 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 class _Form(NamedTuple):
     """Compile-time constants. HEAD: columns of the tiles, zeros beyond DIM; FIRST and REST: those that products over
     columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK and dV,
-    sums of their own (with HELD that is 5 % slower), behind SUMS.
+    sums of their own (with HELD that is 5 % slower), behind SUMS. SKIPS: the second consumer multiplies nothing where
+    the causal edge hides all of its keys from a query tile.
     """
 
     DIM: int
@@ -84,6 +85,7 @@ class _Form(NamedTuple):
     BATCHED: bool
     SHIFTED: bool
     WINDOWED: bool
+    SKIPS: bool
 
     def __repr__(self) -> str:
         """Part of the names of functions, which may not hold every sign."""
@@ -194,6 +196,105 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
 
 
 @gluon.jit
+def _step(half: gl.constexpr, dk, dv, given, MASKED: gl.constexpr, form: gl.constexpr):
+    """dk and dv with a query tile added; its share of dS is written, that of the preceding step added to dQ."""
+    SUMS: gl.constexpr = form.value.SUMS
+    MORE: gl.constexpr = form.value.MORE
+    HELD: gl.constexpr = form.value.HELD
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    STAGES: gl.constexpr = form.value.STAGES
+    ROWS: gl.constexpr = form.value.BLOCK_N // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
+    MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE else 16, 16])
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    step, entry, edge, held, previous, sums, scale_log2, tiles, barriers, zero = given
+    query_row, query, partner, first_row, residue, end, window, R = edge
+    q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
+    _, query_full, query_empty, ds_full, turns = barriers
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
+    k_rows, v_rows, keys = held
+    if not HELD:
+        # Always 0, which the compiler does not know: it would keep every address of K and V.
+        keys = entry >> 31
+        k_rows = half_of(half, k_smem.index(keys), form, S_LAYOUT)
+        v_rows = half_of(half, v_smem.index(keys), form, S_LAYOUT)
+    mbarrier.wait(query_full.index(stage), phase)
+    queries, douts = q_smem.index(stage), dout_smem.index(stage)
+    # One consumer's softmax overlaps the other's products.
+    mbarrier.wait(turns.index(half), 1 - half)
+    logits = begin_scores(k_rows, queries, zero, form)
+    dp = begin_scores(v_rows, douts, zero, form)
+    mbarrier.arrive(turns.index(1 - half), count=1)
+    stats = stats_smem.index(stage)
+    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
+    if form.value.COUNTED:
+        log2_lse -= bias_of(entry)
+    logits = warpgroup_mma_wait(2 if form.value.REST else 1, deps=[logits])
+    p = gl.exp2(logits * scale_log2 - log2_lse[None, :])
+    if form.value.RAGGED:
+        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        p = gl.where((key < end)[:, None], p, 0.0)
+    if MASKED:
+        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+        seen = seen_queries(query_row, query, partner, key, residue, window, R, form.value.CAUSAL, form.value.WINDOWED)
+        p = gl.where(seen, p, 0.0)
+    weights = p.to(q_smem.dtype)
+    delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
+    ds_smem.index(step % BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
+    fence_async_shared()
+    # The preceding step's addition has left shared memory, too.
+    tma.store_wait(0)
+    gl.thread_barrier()
+    mbarrier.arrive(ds_full.index(step % BUFFERS), count=1)
+    mbarrier.wait(turns.index(half), half)
+    dq = begin_queries(half, step - 1, keys, tiles, ds_full, form)
+    next_dv = begin_keys(weights, douts, dv, form, KEY_LAYOUT, MORE_LAYOUT)
+    next_dk = begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
+    mbarrier.arrive(turns.index(1 - half), count=1)
+    dq = warpgroup_mma_wait(4 if MORE else 2, deps=[dq])
+    add_queries(half, dq, sums, previous, dq_smem, form)
+    dv, dk = sums_of(next_dv, next_dk, form)
+    gl.thread_barrier()
+    mbarrier.arrive(query_empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _unseen(half: gl.constexpr, given, form: gl.constexpr):
+    """`_step` where no query of the tile sees any of these keys: only the preceding step is added to dQ."""
+    BLOCK_M: gl.constexpr = form.value.BLOCK_M
+    ROWS: gl.constexpr = form.value.BLOCK_N // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    step, entry, _, held, previous, sums, _, tiles, barriers, _ = given
+    q_smem, _, _, _, _, ds_smem, dq_smem = tiles
+    _, query_full, query_empty, ds_full, turns = barriers
+    stage = step % form.value.STAGES
+    _, _, keys = held
+    if not form.value.HELD:
+        keys = entry >> 31
+    none = gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT)
+    ds_smem.index(step % BUFFERS).slice(half * ROWS, ROWS, dim=0).store(none)
+    fence_async_shared()
+    tma.store_wait(0)
+    gl.thread_barrier()
+    mbarrier.arrive(ds_full.index(step % BUFFERS), count=1)
+    mbarrier.wait(query_full.index(stage), (step // form.value.STAGES) & 1)
+    mbarrier.wait(turns.index(half), 1 - half)
+    mbarrier.arrive(turns.index(1 - half), count=1)
+    mbarrier.wait(turns.index(half), half)
+    dq = begin_queries(half, step - 1, keys, tiles, ds_full, form)
+    mbarrier.arrive(turns.index(1 - half), count=1)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_queries(half, dq, sums, previous, dq_smem, form)
+    mbarrier.arrive(query_empty.index(stage), count=1)
+
+
+@gluon.jit
 def _consume(
     half: gl.constexpr, results, grid, heads, rows, tables, tiles, barriers, scale, scale_log2, R, form: gl.constexpr
 ):
@@ -205,22 +306,18 @@ def _consume(
     HELD: gl.constexpr = form.value.HELD
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
-    STAGES: gl.constexpr = form.value.STAGES
     CAUSAL: gl.constexpr = form.value.CAUSAL
     WINDOWED: gl.constexpr = form.value.WINDOWED
     MASK: gl.constexpr = CAUSAL or WINDOWED
-    RAGGED: gl.constexpr = form.value.RAGGED
     ROWS: gl.constexpr = BLOCK_N // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16])
     MORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MORE if MORE else 16, 16])
-    DQ_COLUMNS: gl.constexpr = BLOCK_M // 2 if HELD else share_columns(half, HEAD, form.value.REST)
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    SKIPS: gl.constexpr = half == 1 and form.value.SKIPS
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots = results
-    q_smem, k_smem, v_smem, dout_smem, stats_smem, ds_smem, dq_smem = tiles
-    key_full, query_full, query_empty, ds_full, turns = barriers
+    q_smem, k_smem, v_smem, _, _, ds_smem, dq_smem = tiles
+    key_full, _, query_empty, ds_full, _ = barriers
     sizes, _, _, window = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
     batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
@@ -245,12 +342,15 @@ def _consume(
         step = 1
         previous = (batch, 0, 0, base_row)
         mbarrier.wait(key_full, 0)
+        held = (0, 0, 0)
         if HELD:
             SCORE_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
-            COLUMNS_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=DQ_LAYOUT, k_width=2)
+            SHARE_LAYOUT: gl.constexpr = dq_layout(half, BLOCK_M, HEAD, form.value.REST, HELD)
+            COLUMNS_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SHARE_LAYOUT, k_width=2)
             k_rows = half_of(half, k_smem.index(0), form, SCORE_LAYOUT)
             v_rows = half_of(half, v_smem.index(0), form, SCORE_LAYOUT)
             keys = k_smem.index(0).reshape([BLOCK_N, HEAD]).permute((1, 0)).load(COLUMNS_LAYOUT)
+            held = (k_rows, v_rows, keys)
         for member in range(heads_per_kv):
             head = kv_head * heads_per_kv + member
             first, low, n_full, n, shift = _list_of(head, residue, tile, variant, item_ptr, tables, R, form)
@@ -261,57 +361,17 @@ def _consume(
                 stop = gl.minimum(n_full, n) if masked == 0 else n
                 for j in range(begin, stop):
                     entry = gl.load(first + j)
-                    stage = step % STAGES
-                    phase = (step // STAGES) & 1
                     partner = class_of(entry, shift, R)
                     query_row = tile_of(entry) * BLOCK_M
-                    if not HELD:
-                        # Always 0, which the compiler does not know: it would keep every address of K and V.
-                        keys = entry >> 31
-                        k_rows = half_of(half, k_smem.index(keys), form, S_LAYOUT)
-                        v_rows = half_of(half, v_smem.index(keys), form, S_LAYOUT)
-                    mbarrier.wait(query_full.index(stage), phase)
-                    queries, douts = q_smem.index(stage), dout_smem.index(stage)
-                    # One consumer's softmax overlaps the other's products.
-                    mbarrier.wait(turns.index(half), 1 - half)
-                    logits = begin_scores(k_rows, queries, zero, form)
-                    dp = begin_scores(v_rows, douts, zero, form)
-                    mbarrier.arrive(turns.index(1 - half), count=1)
-                    stats = stats_smem.index(stage)
-                    log2_lse = stats.slice(0, BLOCK_M).load(COLUMN_LAYOUT)
-                    if form.value.COUNTED:
-                        log2_lse -= bias_of(entry)
-                    logits = warpgroup_mma_wait(2 if form.value.REST else 1, deps=[logits])
-                    if RAGGED:
-                        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                        hides = gl.where(key < end, 0.0, float("-inf"))
-                        p = gl.exp2(logits * scale_log2 + hides[:, None] - log2_lse[None, :])
+                    edge = (query_row, query, partner, first_row, residue, end, window, R)
+                    given = (step, entry, edge, held, previous, sums, scale_log2, tiles, barriers, zero)
+                    if SKIPS and masked == 1:
+                        if query_row + BLOCK_M <= first_row:
+                            _unseen(half, given, form)
+                        else:
+                            dk, dv = _step(half, dk, dv, given, True, form)
                     else:
-                        p = gl.exp2(logits * scale_log2 - log2_lse[None, :])
-                    if masked == 1:
-                        key = first_row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                        seen = seen_queries(query_row, query, partner, key, residue, window, R, CAUSAL, WINDOWED)
-                        p = gl.where(seen, p, 0.0)
-                    weights = p.to(q_smem.dtype)
-                    delta = stats.slice(BLOCK_M, BLOCK_M).load(COLUMN_LAYOUT)
-                    dp = warpgroup_mma_wait(0, deps=[dp])
-                    ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
-                    ds_smem.index(step % BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
-                    fence_async_shared()
-                    # The preceding step's addition has left shared memory, too.
-                    tma.store_wait(0)
-                    gl.thread_barrier()
-                    mbarrier.arrive(ds_full.index(step % BUFFERS), count=1)
-                    mbarrier.wait(turns.index(half), half)
-                    dq = begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
-                    next_dv = begin_keys(weights, douts, dv, form, KEY_LAYOUT, MORE_LAYOUT)
-                    next_dk = begin_keys(ds, queries, dk, form, KEY_LAYOUT, MORE_LAYOUT)
-                    mbarrier.arrive(turns.index(1 - half), count=1)
-                    dq = warpgroup_mma_wait(4 if MORE else 2, deps=[dq])
-                    add_queries(half, dq, sums, previous, dq_smem, form)
-                    dv, dk = sums_of(next_dv, next_dk, form)
-                    gl.thread_barrier()
-                    mbarrier.arrive(query_empty.index(stage), count=1)
+                        dk, dv = _step(half, dk, dv, given, masked == 1, form)
                     query_row += base_row
                     if form.value.SHIFTED:
                         partner, query_row = shifted(partner, query_row, first_place, R)
@@ -319,7 +379,7 @@ def _consume(
                     step += 1
         if not HELD:
             keys = 0
-        dq = begin_queries(half, step - 1, keys, tiles, ds_full, form, DQ_LAYOUT)
+        dq = begin_queries(half, step - 1, keys, tiles, ds_full, form)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         gl.thread_barrier()
@@ -411,6 +471,7 @@ def _backward_kernel(
     BATCHED: gl.constexpr,
     SHIFTED: gl.constexpr,
     WINDOWED: gl.constexpr,
+    SKIPS: gl.constexpr,
 ):
     gdc_launch_dependents()
     # As many as `corner` has numbers more than two.
@@ -471,6 +532,7 @@ def _backward_kernel(
         BATCHED,
         SHIFTED,
         WINDOWED,
+        SKIPS,
     )
     gl.warp_specialize(
         [
@@ -501,6 +563,7 @@ def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int,
     share = (config.block_m // 2, head) if held else (config.block_m, head // 2)
     return arguments | {
         "left_over": q.shape[1] % modulus,
+        "SKIPS": False,
         "BATCHED": _lies_flat(q) and q.shape[0] > 1,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

@@ -38,6 +38,13 @@ def share_columns(half, head, rest):
     return rest if half == 1 and rest else head // 2
 
 
+@gluon.constexpr_function
+def dq_layout(half, rows, head, rest, held):
+    """The layout of a consumer's share of dQ."""
+    columns = rows // 2 if held else share_columns(half, head, rest)
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
 def corner(batch, place, head, row, column, steps, form: gl.constexpr):
     """The place of a tile in `residue_box`, or in `residue_view` if no columns of zeros are needed: at D128 fewer
@@ -78,12 +85,13 @@ def half_of(half: gl.constexpr, tile, form: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.constexpr, LAYOUT: gl.constexpr):
+def begin_queries(half: gl.constexpr, step, keys, tiles, ds_full, form: gl.constexpr):
     """Begin a consumer's share of dS.K of a step: half of its columns, or with HELD ``keys`` half of its queries,
     turned over.
     """
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     HEAD: gl.constexpr = form.value.HEAD
+    LAYOUT: gl.constexpr = dq_layout(half, BLOCK_M, HEAD, form.value.REST, form.value.HELD)
     k_smem, ds_smem = tiles[1], tiles[5]
     mbarrier.wait(ds_full.index(step % BUFFERS), (step // BUFFERS) & 1)
     ds = ds_smem.index(step % BUFFERS)

@@ -51,7 +51,8 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 class _Form(NamedTuple):
     """Compile-time constants. HEAD: columns of DIM without the last ones, TAIL, which are separate tiles; ROWS: the
     queries of a consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key;
-    TAKE_TURNS: the consumers issue their products one after the other.
+    TAKE_TURNS: the consumers issue their products one after the other. HALVES: the first consumer computes the first
+    half of tiles that the causal edge cuts, for it sees no key of the second.
     """
 
     DIM: int
@@ -72,6 +73,7 @@ class _Form(NamedTuple):
     LARGEST: float
     PERSISTENT: bool
     TAKE_TURNS: bool
+    HALVES: bool
 
     def __repr__(self) -> str:
         """Part of the names of functions, which may not hold every sign."""
@@ -193,33 +195,36 @@ def _produce(n_work, descriptors, strides, tables, geometry, tiles, barriers, ve
 
 @gluon.jit
 def _score(half: gl.constexpr, stage, zero, tiles, form: gl.constexpr):
-    """Begin q.k of half a query tile with the key tile of a stage."""
+    """Begin q.k of half a query tile with the key tile of a stage, or its first keys if ``zero`` has fewer columns."""
     ROWS: gl.constexpr = form.value.ROWS
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     HEAD: gl.constexpr = form.value.HEAD
     TAIL: gl.constexpr = form.value.TAIL
+    KEYS: gl.constexpr = zero.shape[1]
     q_smem, k_smem, _, q_tail, k_tail, _ = tiles
     q = q_smem.index(half).reshape([ROWS, HEAD])
-    k = k_smem.index(stage).reshape([BLOCK_N, HEAD])
+    k = k_smem.index(stage).reshape([BLOCK_N, HEAD]).slice(0, KEYS, dim=0)
     logits = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if TAIL:
         q = q_tail.index(half).reshape([ROWS, TAIL])
-        k = k_tail.index(stage).reshape([BLOCK_N, TAIL])
+        k = k_tail.index(stage).reshape([BLOCK_N, TAIL]).slice(0, KEYS, dim=0)
         logits = warpgroup_mma(q, k.permute((1, 0)), logits, is_async=True)
     return logits
 
 
 @gluon.jit
 def _sum(stage, weights, acc, tail, tiles, form: gl.constexpr, T_LAYOUT: gl.constexpr):
-    """Begin to add p.v of the value tile of a stage."""
+    """Begin to add p.v of the value tile of a stage, or of its first values if there are weights of these alone."""
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     TAIL: gl.constexpr = form.value.TAIL
+    KEYS: gl.constexpr = weights.shape[1]
     _, _, v_smem, _, _, v_tail = tiles
-    v = v_smem.index(stage).reshape([BLOCK_N, form.value.HEAD])
+    v = v_smem.index(stage).reshape([BLOCK_N, form.value.HEAD]).slice(0, KEYS, dim=0)
     acc = warpgroup_mma(weights, v, acc, is_async=True)
     if TAIL:
         weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=T_LAYOUT, k_width=2))
-        tail = warpgroup_mma(weights, v_tail.index(stage).reshape([BLOCK_N, TAIL]), tail, is_async=True)
+        v = v_tail.index(stage).reshape([BLOCK_N, TAIL]).slice(0, KEYS, dim=0)
+        tail = warpgroup_mma(weights, v, tail, is_async=True)
     return acc, tail
 
 
@@ -278,6 +283,53 @@ def _step(
 
 
 @gluon.jit
+def _last_sum(n, state, given, form: gl.constexpr):
+    """(unscaled accumulator, that of the last columns, `weigh`'s sums) behind the last of ``n`` steps."""
+    TAIL: gl.constexpr = form.value.TAIL
+    T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
+    acc, tail, sums, weights = state
+    step, tiles, barriers = given[2], given[7], given[8]
+    _, q_empty, _, _, v_full, v_empty, _ = barriers
+    mbarrier.arrive(q_empty.index(0), count=1)
+    previous = (step + n - 1) % form.value.STAGES
+    mbarrier.wait(v_full.index(previous), ((step + n - 1) // form.value.STAGES) & 1)
+    next_acc, next_tail = _sum(previous, weights, acc, tail, tiles, form, T_LAYOUT)
+    if TAIL:
+        acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[next_acc])
+    gl.thread_barrier()
+    mbarrier.arrive(v_empty.index(previous), count=1)
+    return acc, tail, sums
+
+
+@gluon.jit
+def _consume_halves(begin, n, state, given, form: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """`_last_sum` behind steps from ``begin`` on over the first halves of key tiles."""
+    KEYS: gl.constexpr = form.value.BLOCK_N // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, _ = given
+    zero = gl.full([form.value.ROWS, KEYS], 0.0, gl.float32, LAYOUT)
+    given = (half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero)
+    acc, tail, sums, weights = state
+    # The weights that the first step takes are those of a whole tile.
+    state = _step(begin, (acc, tail, _sums_in(sums, LAYOUT), weights), given, True, True, form, LAYOUT, O_LAYOUT)
+    for j in range(begin + 1, n):
+        state = _step(j, state, given, True, True, form, LAYOUT, O_LAYOUT)
+    acc, tail, sums = _last_sum(n, state, given, form)
+    return acc, tail, _sums_in(sums, S_LAYOUT)
+
+
+@gluon.jit
+def _sums_in(sums, LAYOUT: gl.constexpr):
+    """`weigh`'s sums as they lie beside logits of a layout."""
+    STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    top, total, largest = sums
+    top, total = gl.convert_layout(top, STAT_LAYOUT), gl.convert_layout(total, STAT_LAYOUT)
+    return top, total, gl.convert_layout(largest, STAT_LAYOUT)
+
+
+@gluon.jit
 def _consume_tile(
     half: gl.constexpr,
     first,
@@ -306,7 +358,7 @@ def _consume_tile(
     BLOCK_N: gl.constexpr = form.value.BLOCK_N
     STAGES: gl.constexpr = form.value.STAGES
     v_smem = tiles[2]
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    q_full, _, k_full, k_empty, _, _, _ = barriers
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     MASK: gl.constexpr = form.value.CAUSAL or form.value.RAGGED or form.value.WINDOWED or form.value.RANGES > 0
@@ -329,17 +381,16 @@ def _consume_tile(
     p, sums, _ = weigh(logits, sums, entry, scale_log2, place, bounds, MASK, True, R, form, S_LAYOUT)
     state = (acc, tail, sums, gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT))
     given = (half, first, step, turn, scale_log2, place, bounds, tiles, barriers, R, zero)
-    acc, tail, sums, weights = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
-    mbarrier.arrive(q_empty.index(0), count=1)
-    previous = (step + n - 1) % STAGES
-    mbarrier.wait(v_full.index(previous), ((step + n - 1) // STAGES) & 1)
-    next_acc, next_tail = _sum(previous, weights, acc, tail, tiles, form, T_LAYOUT)
-    if TAIL:
-        acc, tail = warpgroup_mma_wait(0, deps=[next_acc, next_tail])
+    if half == 0 and form.value.HALVES:
+        for j in range(1, n_full):
+            state = _step(j, state, given, False, True, form, S_LAYOUT, O_LAYOUT)
+        if gl.maximum(1, n_full) < n:
+            acc, tail, sums = _consume_halves(gl.maximum(1, n_full), n, state, given, form, S_LAYOUT, O_LAYOUT)
+        else:
+            acc, tail, sums = _last_sum(n, state, given, form)
     else:
-        acc = warpgroup_mma_wait(0, deps=[next_acc])
-    gl.thread_barrier()
-    mbarrier.arrive(v_empty.index(previous), count=1)
+        state = walk(_step, n_full, n, kept, state, given, form, S_LAYOUT, O_LAYOUT)
+        acc, tail, sums = _last_sum(n, state, given, form)
     return acc, tail, sums
 
 
@@ -495,6 +546,7 @@ def _forward_kernel(
     STAGES: gl.constexpr,
     PERSISTENT: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
+    HALVES: gl.constexpr,
 ):
     gdc_launch_dependents()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, tiles_of(2, BATCHED, BLOCK_M // 2, DIM - TAIL), q_desc.layout)
@@ -565,6 +617,7 @@ def _forward_kernel(
         LARGEST,
         PERSISTENT,
         TAKE_TURNS,
+        HALVES,
     )
     gl.warp_specialize(
         [
@@ -583,7 +636,7 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
     head, tail = tile_columns(dim, q.element_size())
     narrow = is_softmax_bound(dim)
     largest = LARGEST_SUM[q.dtype] if narrow else 0.0
-    arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest}
+    arguments: dict[str, Any] = {"DIM": dim, "TAIL": tail, "TAKE_TURNS": narrow, "LARGEST": largest, "HALVES": False}
     arguments |= {"left_over": q.shape[1] % modulus, "BATCHED": q.shape[0] > 1}
     for name, x, rows in (("q", q, config.block_m // 2), ("k", k, config.block_n), ("v", v, config.block_n)):
         view = residue_view(x, modulus)
@@ -639,6 +692,11 @@ def group_launch(
             "COMPACT": results.compact,
             "STAGES": config.num_stages,
             "PERSISTENT": persistent,
+            # Not tried where a softmax keeps its maximum.
+            "HALVES": causal
+            and not group.is_windowed
+            and config.block_m == config.block_n
+            and not is_softmax_bound(dim),
             "num_warps": config.num_warps,
             "launch_pdl": results.follows,
         }

@@ -33,7 +33,9 @@ def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.cons
     CAUSAL: gl.constexpr = form.value.CAUSAL
     RANGES: gl.constexpr = form.value.RANGES
     first_row, residue, shift, ends = place
-    key_row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    # All keys of a tile, or its first ones.
+    KEYS: gl.constexpr = logits.shape[1]
+    key_row = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     partner = class_of(entry, shift, R)
     if CAUSAL:
         ahead = first_row - (partner > residue).to(gl.int32) - tile_of(entry) * BLOCK_N
