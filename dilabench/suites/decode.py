@@ -29,6 +29,7 @@ ON_GPU: dict[str, tuple[Sizes, Sizes]] = {
     "longnet_decode": ((2**16, 2**18, 2**20), (1,)),
     "speculative_4": ((2**15,), (1, 8)),
     "chunked_prefill_2k": ((2**17,), (1,)),
+    "mla_decode": ((2**15,), (1,)),
 }
 ON_CPU: dict[str, tuple[Sizes, Sizes]] = {
     "llama3_8b_decode": ((2**11, 2**13), (1,)),
