@@ -40,17 +40,16 @@ def _options(call: Call) -> dict[str, Any]:
     """The arguments that the library's forward and backward have in common."""
     # None is an unbounded side of the window.
     left, right = (side if side >= 0 else None for side in (call.band.left, call.band.right))
-    options = {
+    return {
         **call.varlen(),
         "softmax_scale": call.scale,
         "causal": call.band.causal,
         "window_size_left": left,
         "window_size_right": right,
     }
-    return {**options, "softcap": call.softcap} if call.softcap else options
 
 
-PLAIN = replace(CUDA_KERNEL, softcap=True, forward_span=None, backward_span=None, aligns_ends=True, places_results=True)
+PLAIN = replace(CUDA_KERNEL, forward_span=None, backward_span=None, aligns_ends=True, places_results=True)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
 # Over packed sequences of head dim 48, 4.0.0b36 wrote dq for the first 64 tokens alone (fp16, not causal, H200).
 # 64 and 128 are right there.

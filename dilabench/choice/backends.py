@@ -151,7 +151,7 @@ BACKENDS = (
         "dilabench.backends.flash4:attend",
         "dilabench.backends.flash4:attend_backward",
         packed_target="dilabench.backends.flash4:packed",
-        supports=CAPPED_ON_CUDA,
+        supports=FLASH_ON_CUDA,
         requires=("cuda>=sm90", *FLASH_4),
         kernels=(r"flash_attn.?cute",),
         compiles=True,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilabench.choice.descriptors import Implementation, load_target
-from dilabench.choice.rules import Choice, by_priority, choose, usable
+from dilabench.choice.rules import Choice, by_priority, choose, nothing_computes, usable
 from dilabench.choice.ways import Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
@@ -103,15 +103,11 @@ def over_backends(workload: Workload) -> str:
 def implementation_of(workload: Workload, device: torch.device) -> Implementation:
     """Return the implementation of highest priority that computes the workload alone, or raise ConfigError."""
     ways, machine = own_ways(), machine_of(device)
-    against: list[str] = []
     for name in by_priority(ways, workload):
         way = Way(name, None, workload)
-        reasons = ways.reasons_against(way, machine) or ways.reasons_unasked(way, machine)
-        if not reasons:
+        if not (ways.reasons_against(way, machine) or ways.reasons_unasked(way, machine)):
             return ways.implementations.get(name)
-        against.append(f"{name}: {', '.join(reasons)}")
-    why = "; ".join(against) or f"no implementation has pattern {workload.pattern.kind}"
-    raise ConfigError(f"nothing here can compute {workload.label()}: {why}")
+    raise nothing_computes(ways, machine, workload)
 
 
 def over(backend: LoadedBackend | None, implementation: str, workload: Workload, device: torch.device) -> Computation:
@@ -145,6 +141,8 @@ def backend_of(backend: str | OwnBackend, way: Candidate, device: torch.device) 
     else:
         name = ways.backends.get(backend).name
         reasons = "; ".join(ways.reasons_against_backend(way, machine, name))
+        able = [other.name for other in ways.backends if not ways.reasons_against_backend(way, machine, other.name)]
+        reasons += f"; use {' or '.join(able)}" if reasons and able else ""
     if name is None or (backend != AUTO and reasons):
         raise ValueError(f"backend {backend!r} cannot serve this call: {reasons}")
     return load_backend(ways.backends.get(name))

@@ -50,7 +50,26 @@ def choose_after(near: TunedCell | None, ways: Ways, machine: Machine, workload:
     best = _expected(ways, machine, tuple(able)) if ranks > 1 else _first(able)
     if best is not None:
         return best
-    raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
+    raise nothing_computes(ways, machine, workload, ranks)
+
+
+def nothing_computes(ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> ConfigError:
+    """The error that says why no implementation computes a workload here, and which of another device does."""
+    against = []
+    for name in by_priority(ways, workload, ranks):
+        way = Way(name, None, workload, ranks)
+        reasons = ways.reasons_against(way, machine) or ways.reasons_unasked(way, machine)
+        against.append(f"{name}: {', '.join(reasons)}")
+    elsewhere = [
+        f"{implementation.name} on {device}"
+        for implementation in ways.implementations
+        for device in sorted(implementation.supports.devices - {machine.device})
+        if ranks == 1 and implementation.role != "oracle" and not implementation.chooses
+        if implementation.takes == "heads" and not ways.unsupported(implementation, workload, device)
+    ]
+    why = "; ".join(against) or f"no implementation has pattern {workload.pattern.kind}"
+    able = f"; {', '.join(elsewhere)} can" if elsewhere else ""
+    return ConfigError(f"nothing here can compute {workload.label()}: {why}{able}")
 
 
 def _first(usable: Iterable[Way]) -> Choice | None:

@@ -116,7 +116,6 @@ STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType(
         "1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1"),
         "1.1": (_unchanged, "1.2"),
         "1.2": (_unchanged, "1.3"),
-        "1.3": (_unchanged, "1.4"),
     }
 )
 

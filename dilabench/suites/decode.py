@@ -30,6 +30,7 @@ ON_GPU: dict[str, Sizes] = {
     "longnet_decode": ((2**16, 1), (2**18, 1), (2**20, 1)),
     "speculative_4": ((2**15, 1), (2**15, 8)),
     "chunked_prefill_2k": ((2**17, 1),),
+    "mla_decode": ((2**15, 1),),
 }
 ON_CPU: dict[str, Sizes] = {
     "llama3_8b_decode": ((2**11, 1), (2**13, 1)),

@@ -16,7 +16,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     attention = interface.attention
 
     def noted(*tensors: Tensor, **options: Any) -> Any:
-        seen.append(options)
+        seen.append(options | {"value_dim": tensors[2].shape[-1]})
         return attention(*tensors, **options)
 
     monkeypatch.setattr(interface, "attention", noted)

@@ -167,6 +167,59 @@ def test_sinks_are_those_of_eager_attention() -> None:
     _assert_same_step(theirs, ours, mask.bool(), input_ids=_ids(), labels=labels, attention_mask=mask)
 
 
+@pytest.fixture
+def softmax_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eager attention, which asks for float32."""
+    softmax = nn.functional.softmax
+
+    def unrounded(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(nn.functional, "softmax", unrounded)
+
+
+@pytest.mark.usefixtures("softmax_in_float64")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("model", ["Gemma2Config", "VaultGemmaConfig"])
+def test_softcaps_are_those_of_eager_attention(model: str, side: str, calls: list[dict[str, Any]]) -> None:
+    config = getattr(transformers, model)(
+        **SIZES, head_dim=8, query_pre_attn_scalar=5, attn_logit_softcapping=0.7, sliding_window=5
+    )
+    theirs, ours = _pair(config, "eager")
+    for pair in (theirs, ours):
+        # Scores of random weights are too small for a cap to matter.
+        for name, weight in pair.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.data *= 20
+    mask = _padding(side)
+    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), _ids(), -100)
+    _assert_same_step(theirs, ours, mask.bool(), input_ids=_ids(), labels=labels, attention_mask=mask)
+    assert {call["softcap"] for call in calls} == {0.7}
+
+
+@pytest.mark.usefixtures("softmax_in_float64")
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_values_of_another_width_are_not_padded(side: str, calls: list[dict[str, Any]]) -> None:
+    config = transformers.DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4}),
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=2,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+    )
+    theirs, ours = _pair(config, "eager")
+    mask = _padding(side)
+    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), _ids(), -100)
+    _assert_same_step(theirs, ours, mask.bool(), input_ids=_ids(), labels=labels, attention_mask=mask)
+    assert {call["value_dim"] for call in calls} == {12}
+
+
 def test_encoders_are_not_causal(calls: list[dict[str, Any]]) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
     config = transformers.ModernBertConfig(
@@ -240,7 +293,7 @@ def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "name", "message"),
     [
-        ({"softcap": 30.0}, "dilabench", "softcap 30.0 is not computed"),
+        ({"softcap": 30.0, "dropout": 0.1}, "dilabench", "dropout 0.1 .* with softcap 30.0"),
         ({"dropout": 0.1}, "dilabench-longnet", "dropout 0.1 .* with pattern dilated"),
         ({"dropout": 0.1, "sliding_window": 3}, "dilabench", "dropout 0.1 .* with sliding_window 3"),
         ({"dropout": 0.1, "cu_seq_lens_q": torch.tensor([0, 2, 6])}, "dilabench", "dropout 0.1 .* with cu_seq_lens_q"),

@@ -121,6 +121,13 @@ WHOLE_MODELS = {
     "llama_1b": ("llama", 16, 2048, 128256, 32, 8, 64),
     "qwen3_600m": ("qwen3", 28, 1024, 151936, 16, 8, 128),
 }
+# name: B, H, K, D, Dv, N, queries, window, softcap
+WIDE_OR_CAPPED_CONFIGS = {
+    "gemma2_2b": (4, 8, 4, 256, 256, 8192, 8192, (-1, -1), 50.0),
+    "gemma2_2b_window": (4, 8, 4, 256, 256, 8192, 8192, (4095, 0), 50.0),
+    "mla_prefill_128h": (1, 128, 128, 192, 128, 8192, 8192, (-1, -1), None),
+    "mla_decode": (1, 128, 1, 576, 512, 32768, 1, (-1, -1), None),
+}
 SETS = {
     "correctness": ("tiny", "small", "medium"),
     "performance": ("medium", "large"),
@@ -146,7 +153,11 @@ def test_nothing_is_missing_or_extra(catalogue):
         *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
         *DECODE_CONFIGS,
+<<<<<<< HEAD
         *WHOLE_MODELS,
+=======
+        *WIDE_OR_CAPPED_CONFIGS,
+>>>>>>> options
         "selected_small",
         *SETS,
     }
@@ -208,6 +219,23 @@ def test_decoding_configurations(catalogue, name):
         workload.pattern.kind,
     ) == DECODE_CONFIGS[name]
     assert (workload.batch_size, workload.dtype, workload.causal) == (1, "bfloat16", True)
+
+
+@pytest.mark.parametrize("name", WIDE_OR_CAPPED_CONFIGS)
+def test_configurations_with_softcaps_or_values_of_another_width(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    assert (
+        workload.batch_size,
+        workload.num_heads,
+        workload.num_kv_heads,
+        workload.head_dim,
+        workload.value_width,
+        workload.seq_len,
+        workload.rows,
+        workload.window,
+        workload.softcap,
+    ) == WIDE_OR_CAPPED_CONFIGS[name]
+    assert (workload.dtype, workload.causal, workload.is_dense) == ("bfloat16", True, True)
 
 
 def test_another_name_of_a_preset_is_the_same_workload(catalogue):

@@ -200,6 +200,8 @@ def launch_arguments(
     if group.softcap:
         # Kernels multiply the tanh of products times `cap` by `scale_log2`.
         arguments |= {"cap": scale / group.softcap, "scale_log2": group.softcap * LOG2E}
+        # Limits of registers are tuned for kernels without the cap, whose scores are needed longer.
+        arguments.pop("maxnreg", None)
     head, tail = arguments["HEAD"], arguments["TAIL"]
     for name, (x, rows) in tiles.items():
         arguments[f"{name}_desc"] = residue_rows(x, group.modulus, rows, head)

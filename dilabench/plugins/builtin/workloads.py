@@ -73,17 +73,6 @@ RING: tuple[WorkloadPreset, ...] = (
     _preset("qwen3_4b", "GQA as in Qwen3 4B, head dim 80", (4, 32, 4, 80, 16384)),
     _preset("qwen3_32b", "GQA as in Qwen3 32B", (2, 64, 8, 128, 16384)),
     _preset("qwen3_14b", "GQA as in Qwen3 14B", (4, 40, 8, 128, 16384)),
-    # google/gemma-2-2b: attn_logit_softcapping 50, and in every second layer sliding_window 4096, the token included.
-    _preset("gemma2_2b", "the full layers of Gemma 2 2B, scores capped", (4, 8, 4, 256, 8192), softcap=50.0),
-    _preset(
-        "gemma2_2b_window",
-        "the layers of Gemma 2 2B with a window of 4096, scores capped",
-        (4, 8, 4, 256, 8192),
-        softcap=50.0,
-        window=(4095, 0),
-    ),
-    # deepseek-ai/DeepSeek-V3: qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim 128.
-    _preset("mla_prefill_128h", "MLA of DeepSeek-V3, keys of 192 and values of 128", MLA, value_dim=128),
     _named("zigzag_tiny", "tiny, for the zigzag ring", TINY),
     _named("zigzag_small", "small, for the zigzag ring", SMALL),
     _named("zigzag_medium", "medium, for the zigzag ring", MEDIUM),
@@ -289,6 +278,21 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
 )
 
 
+DENSE_MODELS: tuple[WorkloadPreset, ...] = (
+    # google/gemma-2-2b: attn_logit_softcapping 50, and in every second layer sliding_window 4096, the token included.
+    _preset("gemma2_2b", "the full layers of Gemma 2 2B, scores capped", (4, 8, 4, 256, 8192), softcap=50.0),
+    _preset(
+        "gemma2_2b_window",
+        "the layers of Gemma 2 2B with a window of 4096, scores capped",
+        (4, 8, 4, 256, 8192),
+        softcap=50.0,
+        window=(4095, 0),
+    ),
+    # deepseek-ai/DeepSeek-V3: qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim 128.
+    _preset("mla_prefill_128h", "MLA of DeepSeek-V3, keys of 192 and values of 128", MLA, value_dim=128),
+)
+
+
 def _last_rows(
     name: str, summary: str, shape: tuple[int, int, int, int, int], queries: int, **fields: Any
 ) -> WorkloadPreset:
@@ -414,6 +418,7 @@ PRESETS: tuple[WorkloadPreset, ...] = (
     *PACKED,
     *SPARSE,
     *PER_TOKEN,
+    *DENSE_MODELS,
     *DECODE,
     *MODELS,
     *SETS,

@@ -53,6 +53,49 @@ def test_options_of_the_pattern(
     assert summary(verification).startswith(f"{name}; ")
 
 
+CAPPED = {"pattern": {"kind": "dense"}, "softcap": 1.5, "mode": "both"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"softcap": None}, "no softcap"),
+        ({"softcap": 1.5 * 0.3}, "a softcap times the scale (scores before the scale capped)"),
+        ({"softcap": 1.5 / 0.3}, "a softcap over the scale"),
+    ],
+)
+def test_other_softcaps(make_workload: MakeWorkload, changes: dict[str, Any], name: str) -> None:
+    workload = make_workload(**CAPPED, scale=0.3)
+    verification = verify(build(workload.model_copy(update=changes), CONTEXT), workload)
+    assert verification.diagnosis == f"out is that of {name}"
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (9, 0)])
+@pytest.mark.parametrize("mistake", ["after mask", "without derivative"])
+def test_a_softcap_after_the_mask_or_without_its_derivative(
+    make_workload: MakeWorkload, mistake: str, window: tuple[int, int]
+) -> None:
+    workload = make_workload(**CAPPED, window=window, num_heads=6, num_kv_heads=2)
+    ahead = torch.arange(workload.seq_len) - torch.arange(workload.seq_len)[:, None]
+    seen = (ahead <= 0) & ((ahead >= -window[0]) | (window[0] < 0))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(3, 2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * workload.softmax_scale
+        if mistake == "after mask":
+            scores = 1.5 * torch.tanh(scores.masked_fill(~seen, -torch.inf) / 1.5)
+        else:
+            capped = 1.5 * torch.tanh(scores.detach() / 1.5)
+            scores = (scores - scores.detach() + capped).masked_fill(~seen, -torch.inf)
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+    name = {
+        "after mask": "out is that of a softcap after the mask, which shows hidden keys with the score -softcap",
+        "without derivative": "dq is that of a softcap without its derivative",
+    }
+    assert verify(attend, workload).diagnosis == name[mistake]
+
+
 def test_counted_once(make_workload: MakeWorkload) -> None:
     workload = make_workload()
     once = build(workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)}), CONTEXT)

@@ -1,0 +1,172 @@
+"""Softcaps of scores, and values of another width than keys, in dense attention over every backend that has them."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.attention import attention, dilated_attention
+from dilabench.kernels.cpu import flash
+from dilabench.patterns import WindowSinkPattern
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+# rows, keys, H, K, D, Dv
+SHAPES = {
+    "wider keys": (70, 70, 4, 2, 24, 16),
+    "wider values": (61, 61, 3, 1, 16, 40),
+    "last rows": (40, 90, 4, 4, 8, 24),
+    "few rows": (3, 97, 6, 2, 24, 16),
+    "absorbed": (1, 130, 4, 1, 36, 32),
+    "one width": (70, 70, 4, 2, 24, 24),
+}
+WINDOW = WindowSinkPattern(sinks=1, window_size=8)
+MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (20, 0)}, {"window": (9, 5)})
+
+
+def _by_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softcap: float | None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    ahead = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    left, right = window[0], 0 if causal else window[1]
+    seen = ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def _inputs(shape: str, dtype: torch.dtype) -> list[Tensor]:
+    rows, keys, heads, kv_heads, dim, value_dim = SHAPES[shape]
+    torch.manual_seed(0)
+    sizes = (2, rows, heads, dim), (2, keys, kv_heads, dim), (2, keys, kv_heads, value_dim)
+    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def _check(inputs: list[Tensor], options: dict[str, Any], softcap: float | None, **call: Any) -> None:
+    out, lse = attention(*inputs, **options, softcap=softcap, return_lse=True, **call)
+    assert out.shape == (*inputs[0].shape[:-1], inputs[2].shape[-1])
+    assert out.dtype == inputs[0].dtype
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = _by_formula(*wide, softcap, **options)
+    given = torch.randn_like(out), torch.randn_like(lse)
+    results = out, lse, *torch.autograd.grad((out, lse), inputs, given)
+    right = *expected, *torch.autograd.grad(expected, wide, [x.double() for x in given])
+    for result, value in zip(results, right, strict=True):
+        assert (result.double() - value).norm() <= BOUNDS[out.dtype] * value.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("math", torch.float64),
+        ("math", torch.bfloat16),
+        ("flash-cpu", torch.float32),
+        ("flash-cpu", torch.bfloat16),
+        ("sdpa-flash", torch.float32),
+    ],
+    ids=str,
+)
+def test_results_and_gradients_are_those_of_the_formula(
+    backend: str, dtype: torch.dtype, shape: str, options: dict[str, Any], softcap: float | None
+) -> None:
+    if backend == "flash-cpu" and not flash.serves(torch.float32):
+        pytest.skip("needs a C++ compiler, none works here")
+    inputs = _inputs(shape, dtype)
+    if backend == "sdpa-flash" and softcap:
+        with pytest.raises(ValueError, match=r"cannot serve this call: softcap 1\.5 is not supported; use math"):
+            attention(*inputs, **options, softcap=softcap, backend=backend)
+        return
+    _check(inputs, options, softcap, backend=backend)
+
+
+@pytest.mark.parametrize("softcap", [0.1, 50.0, 1e6])
+def test_scale_and_softcap_are_apart(softcap: float) -> None:
+    _check(_inputs("wider keys", torch.float64), {"causal": True, "scale": 0.7}, softcap)
+    _check(_inputs("wider keys", torch.float32), {"causal": True, "scale": 0.7}, softcap)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("shape", ["wider keys", "wider values"])
+def test_packed_sequences_and_caches(shape: str, softcap: float | None) -> None:
+    q, k, v = (x[0] for x in _inputs(shape, torch.float64))
+    bounds = (0, 13, 33, 50)
+    out = attention(q, k, v, cu_seqlens=bounds, causal=True, softcap=softcap)
+    for start, stop in pairwise(bounds):
+        alone = _by_formula(*(x[None, start:stop] for x in (q, k, v)), softcap, causal=True)[0]
+        torch.testing.assert_close(out[start:stop], alone[0])
+    assert not out[bounds[-1] :].any()
+    last = attention(q[:4], k, v, cu_seqlens=(0, 3, 4), cu_seqlens_k=(0, 40, 50), causal=True, softcap=softcap)
+    torch.testing.assert_close(
+        last[:3], _by_formula(q[None, :3], k[None, :40], v[None, :40], softcap, causal=True)[0][0]
+    )
+    q, k, v = _inputs("few rows", torch.float64)
+    out = attention(q, k, v, key_lengths=(50, 97), causal=True, softcap=softcap)
+    torch.testing.assert_close(out[:1], _by_formula(q[:1], k[:1, :50], v[:1, :50], softcap, causal=True)[0])
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_under_compilers_and_transforms(softcap: float | None) -> None:
+    inputs = _inputs("wider keys", torch.float64)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, softcap=softcap)
+
+    out = call(*inputs)
+    dout = torch.randn_like(out)
+    right = torch.autograd.grad(out, inputs, dout)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(*inputs)
+    torch.testing.assert_close(compiled, out)
+    torch.testing.assert_close(torch.autograd.grad(compiled, inputs, dout), right)
+    torch.testing.assert_close(torch.func.vjp(call, *(x.detach() for x in inputs))[1](dout), right)
+
+
+def test_without_keys_or_data_out_has_the_width_of_values() -> None:
+    q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 0, 2, 8), torch.randn(1, 0, 2, 3)
+    out = attention(q, k, v)
+    assert out.shape == (1, 5, 2, 3)
+    assert not out.any()
+    shapes = [x.to("meta") for x in _inputs("wider keys", torch.float32)]
+    assert attention(*shapes).shape == (2, 70, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, "softcap 0.0 should be a finite number greater than 0; None is no cap"),
+        ({"softcap": "50"}, "softcap '50' is a text"),
+        ({"softcap": torch.tensor(3.0)}, "softcap is a tensor"),
+        (
+            {"softcap": 2.0, "pattern": WindowSinkPattern(sinks=1, window_size=8)},
+            "block-sparse: softcap 2 is not supported; flex on cuda can",
+        ),
+        ({"softcap": 2.0, "backend": "sdpa-flash"}, r"softcap 2 is not supported; use math"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_is_refused_with_what_can(options: dict[str, Any], message: str) -> None:
+    q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, causal=True, **options)
+
+
+def test_patterns_refuse_values_of_another_width() -> None:
+    q, k, v = torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 4)
+    with pytest.raises(ValueError, match="value_dim 4 beside head_dim 8 is not supported"):
+        attention(q, k, v, causal=True, pattern=WINDOW)
+    with pytest.raises(ValueError, match="value_dim 4 beside head_dim 8 is not supported"):
+        dilated_attention(q, k, v, segment_lengths=(8,), dilation_rates=(1,))
+    with pytest.raises(ValueError, match="equal but for its last dim"):
+        attention(q, k, v[:, 1:])
