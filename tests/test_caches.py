@@ -232,7 +232,11 @@ def caches_of(source: str) -> dict[str, Use]:
 def assigned(node: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
     """Names and their values, of `a = x` and `a, b = x, y`."""
     for target in node.targets:
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+        if (
+            isinstance(target, ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+            and len(target.elts) == len(node.value.elts)
+        ):
             pairs = zip(target.elts, node.value.elts, strict=True)
         else:
             pairs = zip([target], [node.value], strict=True)

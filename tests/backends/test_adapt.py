@@ -13,6 +13,7 @@ from dilabench.backends.adapt import Plain, adapted
 from dilabench.backends.sdpa import cudnn, flash
 from dilabench.contracts import LoadedBackend
 from dilabench.impls.dense import Dense
+from dilabench.impls.one_operator import eager
 
 
 class Recorder:
@@ -191,7 +192,8 @@ def dense_with_a_derivative(plain: Plain) -> Dense:
         return OfTorch.apply(q, k, v, call.band.causal, call.scale)
 
     attend, attend_backward = adapted(forward, Recorder().backward, plain, derivative=True)
-    return Dense(LoadedBackend("of-torch", attend, attend_backward), True, (-1, -1), 0.4)
+    options = {"causal": True, "window": (-1, -1), "scale": 0.4}
+    return Dense(LoadedBackend("of-torch", attend, attend_backward), options)
 
 
 GRADIENTS = {
@@ -207,7 +209,7 @@ def test_torch_differentiates_what_it_can(gradient: Any) -> None:
     """With the bits of the backward pass, and the kernel gets gradients whose rows are as those of out."""
     dense = dense_with_a_derivative(Plain())
     leaves = [torch.randn(2, 6, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
-    out, lse = dense.with_lse(*leaves)
+    out, lse = eager(dense, *leaves, only_out=True)
     dout = gradient(out.shape)
     OfTorch.given.clear()
     found = torch.autograd.grad(out, leaves, dout)
@@ -218,6 +220,13 @@ def test_torch_differentiates_what_it_can(gradient: Any) -> None:
     detached = [x.detach() for x in leaves]
     expected = dense.backward(dout, *detached, *dense.forward(*detached))
     assert all(map(torch.equal, found, expected))
+
+
+def test_lse_that_is_asked_for_has_its_gradient() -> None:
+    """Operators of torch have none for it."""
+    dense = dense_with_a_derivative(Plain())
+    leaves = [torch.randn(1, 5, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    assert torch.autograd.gradcheck(dense.with_lse, leaves)
 
 
 def test_python_differentiates_the_rest() -> None:
@@ -236,10 +245,11 @@ def test_python_differentiates_the_rest() -> None:
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("backend", [cudnn, flash], ids=["cudnn", "flash"])
 def test_operators_of_torch_have_the_bits_of_their_backward_pass(backend: Any, gradient: Any) -> None:
-    dense = Dense(LoadedBackend("of-torch", backend.attend, backend.attend_backward), True, (-1, -1), 0.4)
+    options = {"causal": True, "window": (-1, -1), "scale": 0.4}
+    dense = Dense(LoadedBackend("of-torch", backend.attend, backend.attend_backward), options)
     leaves = [torch.randn(2, 6, heads, 8, device="cuda").half().requires_grad_() for heads in (4, 2, 2)]
     dout = gradient((2, 6, 4, 8)).to("cuda").half()
-    out, lse = dense.with_lse(*leaves)
+    out, lse = eager(dense, *leaves, only_out=True)
     assert "WithGradient" not in type(out.grad_fn).__name__
     assert not lse.requires_grad
     detached = [x.detach() for x in leaves]
@@ -256,5 +266,5 @@ def test_operators_of_torch_have_the_bits_of_their_backward_pass(backend: Any, g
     with pytest.raises(RuntimeError, match="not implemented"):
         torch.autograd.grad(first.sum(), leaves)
     with torch.autograd.graph.save_on_cpu():
-        out, _ = dense.with_lse(*leaves)
+        out, _ = eager(dense, *leaves, only_out=True)
     assert all(map(torch.equal, torch.autograd.grad(out, leaves, dout), expected))

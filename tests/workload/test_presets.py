@@ -153,11 +153,8 @@ def test_nothing_is_missing_or_extra(catalogue):
         *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
         *DECODE_CONFIGS,
-<<<<<<< HEAD
         *WHOLE_MODELS,
-=======
         *WIDE_OR_CAPPED_CONFIGS,
->>>>>>> options
         "selected_small",
         *SETS,
     }
