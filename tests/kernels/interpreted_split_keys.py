@@ -152,7 +152,9 @@ def difference(case: Case, draw: random.Random) -> float:
 
 
 def through_attention(dtype: torch.dtype) -> float:
-    """The largest error, in last places, of calls of `attention` whose numbers are in tensors or on the host, as if on a GPU."""
+    """The largest error, in last places, of calls of `attention` with numbers in tensors or on the host, as if on a
+    GPU.
+    """
     made: list[object] = []
 
     def automatic(workload: Workload, _device: torch.device) -> tuple[Choice, SplitKeys]:
