@@ -303,7 +303,8 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
     implementation reads them there, else None.
     """
     (query, *of_query), (key, *of_keys), _ = kinds
-    if call.cu_seqlens or not operands.may_stay(key_bounds) or key_bounds.ndim != 1 or not key_bounds.shape[0]:
+    stay = operands.may_stay(key_bounds) and key_bounds.device == of_query[1]
+    if call.cu_seqlens or not stay or key_bounds.ndim != 1 or not key_bounds.shape[0]:
         return None
     if bounds is not None:
         # As if all were of one length.

@@ -204,7 +204,7 @@ IMPLEMENTATIONS = (
         ),
         requires=("cuda>=sm80", "triton>=3.6"),
         deterministic=True,
-        priority=30,
+        priority=15,
     ),
     Implementation(
         "gather",

@@ -345,12 +345,12 @@ def split_for(programs: int, rows: int, keys: int, head_dim: int, itemsize: int,
     return Split(tile, min(range(1, most + 1), key=time), items)
 
 
-@lru_cache(maxsize=16)
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere kernels are only traced or interpreted."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Multiprocessors of a GPU; elsewhere kernels are interpreted."""
+    if device.type != "cuda":
         return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

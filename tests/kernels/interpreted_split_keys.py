@@ -13,19 +13,23 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
 
-from dilabench.impls.split_keys import SplitKeys
+from dilabench.attention import attention, call, operands
+from dilabench.choice.rules import Choice
+from dilabench.contracts import BuildContext
+from dilabench.impls.split_keys import SplitKeys, build
 from dilabench.kernels import split_keys
 from dilabench.kernels.split_keys import Split, SplitTile
 from dilabench.patterns import DilatedPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
-from dilabench.workload.spec import Window
+from dilabench.workload.spec import Window, Workload
 
 KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
 HELD = ("batch", "lengths", "packed")
@@ -147,6 +151,40 @@ def difference(case: Case, draw: random.Random) -> float:
     return max(shares)
 
 
+def through_attention(dtype: torch.dtype) -> float:
+    """The largest error, in last places, of calls of `attention` with numbers in tensors or on the host, as if on a
+    GPU.
+    """
+    made: list[object] = []
+
+    def automatic(workload: Workload, _device: torch.device) -> tuple[Choice, SplitKeys]:
+        made.append(workload)
+        return Choice("split-keys", None, "rule"), build(workload, BuildContext(device=torch.device("cpu")))
+
+    rows, keys, worst = (2, 2, 2), (40, 9, 25), 0.0
+    q, k, v = (torch.randn(3, count, heads, 64).to(dtype) for count, heads in ((2, 4), (41, 2), (41, 2)))
+    items = [(q[at : at + 1], k[at : at + 1, :there], v[at : at + 1, :there]) for at, there in enumerate(keys)]
+    wanted = [attention(*(x.double() for x in item), causal=True) for item in items]
+    packed = [torch.cat([item[at][0] for item in items]) for at in range(3)]
+    ends = [[0, *torch.tensor(x).cumsum(0).tolist()] for x in (rows, keys)]
+    with (
+        mock.patch.object(call, "automatic", automatic),
+        mock.patch.object(operands, "may_stay", lambda x: isinstance(x, Tensor)),
+        # To read a number is an error.
+        mock.patch.object(operands, "_numbers", mock.Mock(side_effect=AssertionError)),
+    ):
+        for given in (list, torch.tensor):
+            caches = attention(q, k, v, causal=True, key_lengths=given(keys))
+            of_packed = {"cu_seqlens": given(ends[0]), "cu_seqlens_k": given(ends[1])}
+            together = attention(*packed, causal=True, **of_packed).unflatten(0, (3, 2))
+            for at, exact in enumerate(wanted):
+                for found in (caches, together):
+                    worst = max(worst, (found[at] - exact[0]).abs().max().item())
+    # Once for a batch and once for packed sequences: what is made serves tensors and numbers.
+    assert len(made) == 2, made
+    return worst / torch.finfo(dtype).eps
+
+
 def cut(draw: random.Random) -> Callable[..., Split]:
     """Small tiles and several parts, instead of those of a GPU."""
 
@@ -162,7 +200,7 @@ if __name__ == "__main__":
     dtype, count = getattr(torch, sys.argv[2]), int(sys.argv[3])
     draw = random.Random(f"{dtype} 0")
     usual = split_keys.split_for
-    errors: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {"attention": [through_attention(dtype)]}
     for kind in KINDS:
         for held in HELD:
             for at in range(count):

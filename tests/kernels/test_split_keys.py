@@ -38,6 +38,11 @@ def test_results_are_those_of_the_formula(errors: dict[str, list[float]], kind: 
     assert max(found) <= 1, found
 
 
+def test_attention_gives_kernels_the_numbers_unread(errors: dict[str, list[float]]) -> None:
+    """Of a cache and of packed sequences, in tensors or on the host."""
+    assert max(errors["attention"]) < 16
+
+
 def segments(*branches: tuple[int, int, tuple[int, ...]]) -> list[list[StridedSegments]]:
     """Of each head, by length, rate and the residue of each head."""
     heads = len(branches[0][2])
