@@ -244,8 +244,8 @@ class Implementation:
     """As `calls_window`, over ranks under windows that look ahead, for keys of other ranks."""
     takes: Takes = "heads"
     """What a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], for a module with
-    projections around the attention; 'model' is [B, N, E], for the workload's model. Rows with different inputs are
-    never ranked together."""
+    projections around the attention, 'model' for the workload's model. Rows with different inputs are never ranked
+    together."""
     deterministic: bool = False
     """Two identical calls agree bitwise, which verification checks."""
     compiles: bool = False

@@ -120,6 +120,10 @@ class Registry(Generic[DescriptorT]):
         return tuple(self._by_name)
 
 
+NO_STEPS = "it computes attention, not a step of a model"
+ONLY_STEPS = "it computes a step of a model, and the workload has none: `dilabench run model`"
+
+
 class Ways:
     """Implementations and backends, and why one of them cannot, or should not, compute a workload on a machine.
 
@@ -136,9 +140,6 @@ class Ways:
     def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
         """Return why it cannot run on this machine; empty if no reason is known."""
         implementation = self.implementations.get(way.implementation)
-        if (implementation.takes == "model") != (way.workload.model is not None):
-            whole = "computes a step of a model, and the workload has none: `dilabench run model`"
-            return (whole if way.workload.model is None else "computes attention, and the workload is of a model",)
         reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
         if self.starts_ranks and machine.device == "cuda" and way.world_size > len(machine.gpus):
             reasons.append(f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
@@ -194,6 +195,8 @@ class Ways:
         limits: Capabilities | None = None,
     ) -> tuple[str, ...]:
         """Return why it cannot compute a workload, or why the workload exceeds `limits` (`Capabilities.reasons`)."""
+        if isinstance(descriptor, Implementation) and (descriptor.takes == "model") != (workload.model is not None):
+            return (NO_STEPS if workload.model else ONLY_STEPS,)
         return (limits or descriptor.supports).reasons(workload, device, world_size)
 
     def reasons_unasked(self, way: Candidate, machine: Machine) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Catalogue(Ways):
         registry: Registry[Any] = self.backends if isinstance(descriptor, Backend) else self.implementations
         try:
             with guarded(registry.origin(descriptor.name), f"what {descriptor.name!r} supports", refuses=False):
-                return (limits or descriptor.supports).reasons(workload, device, world_size)
+                return super().unsupported(descriptor, workload, device, world_size, limits)
         except PluginError as error:
             if self.strict:
                 raise

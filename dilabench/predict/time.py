@@ -8,7 +8,7 @@ from statistics import median
 from dilabench.machine import Machine
 from dilabench.record import Case, Measured, Row
 from dilabench.units import format_seconds
-from dilabench.workload.spec import flops
+from dilabench.workload.spec import Workload, flops
 
 # Rates that good attention kernels reach in half precision, by compute capability; per core in float32 on a CPU.
 HALF_FLOPS_PER_S = {90: 350e12, 80: 150e12, 70: 50e12}
@@ -40,7 +40,19 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
     workload = case.workload
     # Ranks on a CPU share its cores.
     devices = case.world_size if machine.facts.own_memory else 1
-    return TimePlan(flops(workload) / devices / rate, rate)
+    return TimePlan(_work(workload) / devices / rate, rate)
+
+
+def _work(workload: Workload) -> float:
+    """The FLOPs of a call; of a step of a model those of its projections, feed-forward layers and head, too."""
+    model = workload.model
+    if model is None:
+        return flops(workload)
+    projections = 2 * (workload.num_heads + workload.num_kv_heads) * workload.head_dim
+    of_layer = model.width * (projections + 3 * (model.inner or 4 * model.width))
+    trained = workload.mode != "forward"
+    weights = model.layers * of_layer + trained * model.vocabulary * model.width
+    return model.layers * flops(workload) + 2.0 * weights * workload.tokens * (3 if trained else 1)
 
 
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:
