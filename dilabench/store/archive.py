@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+import dilabench.plugins.manager  # noqa: F401 (which finds the kinds of pattern of plug-ins)
 from dilabench import atomic_file
 from dilabench.atomic_file import limited, read_file, write_bytes
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
