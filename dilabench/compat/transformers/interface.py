@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilabench.attention import attention, operands
 from dilabench.compat.transformers.masks import NOTE, Mask, Traced, mask
+from dilabench.compat.transformers.selection import in_documents, selection_of, why_not_selected
 from dilabench.contracts import Attend
 from dilabench.patterns import SelectedBlocksPattern
 from dilabench.patterns.pattern import Pattern
@@ -135,7 +136,7 @@ def _attend(
         attention_mask = None
     if attention_mask is None and sliding_window is not None and sliding_window < key.shape[2]:
         window = (sliding_window - 1, -1) if causal else (sliding_window, sliding_window)
-    selection = _selection(module, query, key, indices, block_indices)
+    selection = selection_of(module, query, key, indices, block_indices)
     reason = None
     if attention_mask is not None and parts is None:
         reason = _why_dense(attention_mask, note)
@@ -148,7 +149,7 @@ def _attend(
     elif causal and query.shape[2] not in (1, key.shape[2]):
         reason = f"no mask says which of {key.shape[2]} keys the {query.shape[2]} queries are"
     if reason is None and selection is not None:
-        reason = _why_not_selected(selection, pattern, parts, cu_seq_lens_q)
+        reason = why_not_selected(selection, pattern, parts, cu_seq_lens_q)
     if reason is not None:
         asked = {
             "pattern": pattern and pattern.kind,
@@ -210,7 +211,7 @@ def _of_documents(
     """out [B, N, H, D] of documents among the B·N tokens, or among those that `tokens` names; other rows are 0."""
     packed = [x.flatten(0, 1) for x in (q, k, v)]
     if options.get("indices") is not None:
-        options = options | {"indices": _in_documents(options["indices"], bounds, tokens)}
+        options = options | {"indices": in_documents(options["indices"], bounds, tokens)}
     if tokens is None:
         return attention(*packed, cu_seqlens=bounds, **options).unflatten(0, q.shape[:2])
     tokens = tokens.to(q.device)
@@ -304,65 +305,6 @@ def _refuse_unknown(module: torch.nn.Module, keywords: dict[str, Any]) -> None:
                 f"{_name(module)}: keyword {name} may change what attention computes, and dilabench does not know it; "
                 "use attn_implementation='eager'"
             )
-
-
-def _selection(
-    module: torch.nn.Module, query: Tensor, key: Tensor, indices: Tensor | None, block_indices: Tensor | None
-) -> tuple[Tensor, int] | None:
-    """What each query selects, [B, M, K or H, S], and the keys of a block; None if it selects nothing."""
-    if indices is not None:
-        # A static cache has keys that are not there yet.
-        there = torch.where(indices < key.shape[2], indices, -1)
-        return there[:, :, None].expand(-1, -1, key.shape[1], -1), 1
-    if block_indices is None:
-        return None
-    size = getattr(getattr(module, "indexer", None), "block_size", None)
-    heads = block_indices.shape[1]
-    if not isinstance(size, int) or query.shape[1] % heads:
-        raise ValueError(
-            f"{_name(module)}: block_indices {tuple(block_indices.shape)} need a number of heads that divides "
-            f"{query.shape[1]} and module.indexer.block_size, which is {size}; use attn_implementation='eager'"
-        )
-    if heads < key.shape[1]:
-        block_indices = block_indices.repeat_interleave(key.shape[1] // heads, dim=1)
-    there = torch.where(block_indices * size < key.shape[2], block_indices, -1)
-    return there.transpose(1, 2), size
-
-
-def _why_not_selected(
-    selection: tuple[Tensor, int], pattern: Pattern | None, parts: Mask | None, bounds: Tensor | None
-) -> str | None:
-    """The part of a selection that dilabench does not compute, or None."""
-    _, size = selection
-    if pattern is not None:
-        return "the model selects its keys"
-    if size != 1 and size % 16:
-        return f"the model selects blocks of {size} keys, no multiple of 16"
-    is_whole = parts is None or (parts.documents is None and parts.seen is None)
-    if bounds is not None or (size != 1 and not is_whole):
-        return "the model selects blocks of keys that count from the first token of a row, with padding or documents"
-    return None
-
-
-def _in_documents(indices: Tensor, bounds: Tensor, tokens: Tensor | None) -> Tensor:
-    """[T, K, S] of `indices` [B, N, K, S] of keys: counted from the first token of a document, -1 for keys of others.
-
-    bounds: of documents among T tokens. tokens: int64 [T], their places among B·N; None is all in order.
-    """
-    batch, length = indices.shape[:2]
-    device = indices.device
-    tokens = torch.arange(batch * length, device=device) if tokens is None else tokens
-    bounds = bounds.to(device=device, dtype=torch.int64)
-    row = torch.arange(batch, device=device)[:, None, None, None]
-    chosen = (indices.long() + row * length).flatten(0, 1)[tokens]
-    is_given = indices.flatten(0, 1)[tokens] >= 0
-    place = torch.full((batch * length,), -1, device=device).index_copy(
-        0, tokens, torch.arange(len(tokens), device=device)
-    )
-    document = torch.searchsorted(bounds, torch.arange(len(tokens), device=device), right=True) - 1
-    first, end = bounds[document][:, None, None], bounds[document + 1][:, None, None]
-    places = place[chosen.clamp(min=0)]
-    return torch.where(is_given & (places >= first) & (places < end), places - first, -1)
 
 
 def _by_sdpa(
