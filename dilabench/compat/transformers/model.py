@@ -90,9 +90,7 @@ class ModelStep(nn.Module):
     def checkpointed(self) -> None:
         """Compute each layer again in the backward pass, for less memory."""
         self.model.train()
-        # Its name before transformers 5.24.
-        enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
-        enable()
+        self.model.activation_checkpointing_enable()
 
 
 def build_eager(workload: Workload, context: BuildContext) -> ModelStep:

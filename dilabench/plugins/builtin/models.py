@@ -9,7 +9,7 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 # What each token of a window of itself sees.
 ITSELF = (0, 0)
 BUILDERS = "dilabench.compat.transformers.model"
-TRANSFORMERS = "transformers>=5.17"
+TRANSFORMERS = "transformers>=5.24"
 _PLAIN = Capabilities(
     patterns=DENSE,
     layouts=BOTH_LAYOUTS,
