@@ -664,7 +664,7 @@ def specialised_backward(
         "SHARED": shared,
         "PER_HEAD": False,
         "COUNTED": not shared,
-        "SKIPS": causal and not hard and not shared,
+        "SKIPS": causal and not (hard or shared or documents),
     } | ({} if documents else OF_DOCUMENTS)
     if not shared:
         constants["slots_ptr"] = None
