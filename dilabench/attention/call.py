@@ -302,8 +302,8 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
     """The computation of sequences with fewer queries than keys, all numbers on the device, if the fastest
     implementation reads them there, else None.
     """
-    (query, *of_query), (key, *of_keys), _ = kinds
-    stay = operands.may_stay(key_bounds) and key_bounds.device == of_query[1]
+    query, _, device = kinds[0]
+    stay = operands.may_stay(key_bounds) and key_bounds.device == device
     if call.cu_seqlens or not stay or key_bounds.ndim != 1 or not key_bounds.shape[0]:
         return None
     if bounds is not None:
@@ -311,9 +311,8 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
         sequences = len(bounds) - 1
         if sequences < 1 or len(key_bounds) != len(bounds) or not operands.may_stay(bounds):
             return None
-        query, key = (torch.Size((sequences, -(-x[1] // sequences), *x[2:])) for x in (query, key))
-        kinds = (query, *of_query), (key, *of_keys), (key, *of_keys)  # type: ignore[assignment]
-        call = call.of_one_sequence
+        alone = [(torch.Size((sequences, -(-x[1] // sequences), *x[2:])), *kind) for x, *kind in kinds]
+        kinds, call = tuple(alone), call.of_one_sequence  # type: ignore[assignment]
     elif key_bounds.shape[0] != query[0]:
         return None
     try:
