@@ -144,7 +144,11 @@ class Calls:
         now_s, began_s, last = time.monotonic(), self._began_s, self._last
         if began_s is not None and now_s - began_s >= PATIENCE_S:
             return True
-        return last is not None and now_s - self._ended_s >= PATIENCE_S and not last.query()
+        if last is None or now_s - self._ended_s < PATIENCE_S:
+            return False
+        # A thread begins on the first GPU, where this process may have nothing.
+        torch.cuda.set_device(self._device)
+        return not last.query()
 
     def _compared(self, store: PrefixStore) -> str | None:
         """The disagreement with a waiting peer; it is then told, and its waits end."""
