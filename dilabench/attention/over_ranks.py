@@ -264,7 +264,8 @@ def ring_attention(
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
     latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to all of
     them. If others repeat an earlier call, ranks find it out after some seconds; the group is then of no more use. On a
-    GPU no result since the last call that agreed may be read, and the next call of the group raises the error.
+    GPU no result since the last call that agreed may be read, and the next call of the group raises the error; with
+    NCCL the others' GPUs wait for the timeout.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     if sink is not None:

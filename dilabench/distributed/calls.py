@@ -8,8 +8,9 @@ requests with one number can never pair, however long the ranks wait.
 
 Waits for gloo's messages end only by an error of their connections. The rank that finds the disagreement writes it into
 the store and lets a receive time out, which closes its connections, and all ranks end with the text in the store. Waits
-of a GPU are ended by its transport: what it computes from then on is wrong, and every later use of the group raises the
-error.
+of a GPU for messages by copy engines are ended by these: what it computes from then on is wrong, and every later use of
+the group raises the error. NCCL's kernels wait until the timeout of their group, although another rank may have ended
+with the error, whose text is logged on all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import secrets
 import threading
 import time
@@ -33,6 +35,8 @@ from torch._C._distributed_c10d import PrefixStore
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import let_others_capture
 from dilabench.kernels.streams import current_stream
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S, PERIOD_S = 2.0, 0.5
 # Earlier calls that a rank remembers: one that only sends may be that far ahead of one that waits.
@@ -131,6 +135,7 @@ class Calls:
         with contextlib.suppress(RuntimeError):
             if text := self._found() or self._compared(self._store):
                 self._disagreement = text
+                logger.error("rank %d: %s", self._rank, text)
                 for end in self.ends.values():
                     end(text)
 
@@ -139,7 +144,11 @@ class Calls:
         now_s, began_s, last = time.monotonic(), self._began_s, self._last
         if began_s is not None and now_s - began_s >= PATIENCE_S:
             return True
-        return last is not None and now_s - self._ended_s >= PATIENCE_S and not last.query()
+        if last is None or now_s - self._ended_s < PATIENCE_S:
+            return False
+        # A thread begins on the first GPU, where this process may have nothing.
+        torch.cuda.set_device(self._device)
+        return not last.query()
 
     def _compared(self, store: PrefixStore) -> str | None:
         """The disagreement with a waiting peer; it is then told, and its waits end."""

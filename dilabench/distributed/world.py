@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -226,9 +225,8 @@ class World:
                 "init_process_group was given; move one of them"
             )
         transport = transport_of(replace(self, device=device))
-        if self.calls is not None and self.group is not None:
-            copies, abort = transport.copies, partial(_abort, ref(self.group), device)
-            self.calls.ends[device] = abort if copies is None else copies.end_waits
+        if self.calls is not None and transport.copies is not None:
+            self.calls.ends[device] = transport.copies.end_waits
         if (device, transport) == (self.device, (self.transport, self.copies)):
             return self
         return replace(self, device=device, copies=transport.copies, transport=transport.name)
@@ -445,13 +443,6 @@ def _end(group: dist.ProcessGroup) -> None:
     """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
-
-
-def _abort(group: ref[dist.ProcessGroup], device: torch.device, _reason: str) -> None:
-    """End the waits of NCCL's kernels, and with them the communicator."""
-    alive = group()
-    if alive is not None:
-        alive._get_backend(device).abort()
 
 
 def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -119,11 +119,13 @@ class HeldSharding:
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """As `Sharding.load_balance`."""
-        return self._asked("load_balance", workload, ranks)
+        share: float | None = self._asked("load_balance", workload, ranks)
+        return share
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
         """As `Sharding.overlapping_share`."""
-        return self._asked("overlapping_share", workload, ranks)
+        share: float | None = self._asked("overlapping_share", workload, ranks)
+        return share
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """As `Sharding.received_bytes`."""

@@ -101,6 +101,7 @@ class Device:
         self.done, self.said = done, []
         monkeypatch.setattr(torch.cuda, "Event", lambda: self)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
         monkeypatch.setattr(calls_module, "current_stream", lambda _device: None)
         self.record = lambda _stream: None
 

@@ -27,8 +27,8 @@ PACKED = {"layout": "packed", "cu_seqlens": (0, 60, 64, 111, 128), "seq_len": 12
         ("zigzag-ring", 4, 450, {}),
         ("ring-overlap", 4, 450, {"causal": False}),
         ("ring-allgather", 4, 255, {}),
-        ("zigzag-allgather", 4, 390, {}),
-        ("balanced-allgather", 4, 390, PACKED),
+        ("zigzag-allgather", 4, 260, {}),
+        ("balanced-allgather", 4, 210, PACKED),
     ],
 )
 def test_a_repeated_call_repeats_no_planning(name, ranks, most, fields):

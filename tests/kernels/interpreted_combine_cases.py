@@ -80,6 +80,17 @@ def merged(draw: random.Random, shape: tuple[int, ...], count: int, dtype: torch
         _combine_triton_(got, got_lse, parts)
         combine_torch_(want, want_lse, parts)
         errors[name] = relative(got, want)
+    # Merged onto what is there already, over some of its rows.
+    (whole, whole_lse), rest = (random_part(shape, N, dtype, heads_first=False), torch.randn(B, H, N)), parts[1:]
+    results = []
+    for combine in (_combine_triton_, combine_torch_):
+        total, total_lse = whole.clone(), whole_lse.clone()
+        rows, rows_lse = total[:, 1:], total_lse[..., 1:]
+        inside = [(out[:, 1:], lse[..., 1:], first) for out, lse, first in rest]
+        combine(rows, rows_lse, [(rows, rows_lse, 0), *inside])
+        results.append((total, total_lse))
+    errors["rounded out in place"] = relative(results[0][0], results[1][0])
+    errors["lse in place"] = relative(results[0][1], results[1][1])
     empty = want_lse == float("-inf")
     wrong_empty = not torch.equal(got_lse == float("-inf"), empty) or bool(got.transpose(1, 2)[empty].any())
     finite = ~empty

@@ -267,9 +267,9 @@ class Copies:
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(queue.stream.record_event())
         waits = False
-        for peer in self._by_distance(sends, 1):
+        for peer in self._by_distance(sends, 1) if len(sends) > 1 else sends:
             waits |= send(messages, memory, queue, peer, sends[peer], tensors)
-        for peer in self._by_distance(receives, -1):
+        for peer in self._by_distance(receives, -1) if len(receives) > 1 else receives:
             receive(messages, self._inward, peer, receives[peer], tensors)
         arrived = self._inward.stream.record_event()
         if captured:
@@ -282,8 +282,6 @@ class Copies:
 
     def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
         """Peers in the order in which they follow this rank, or precede it (-1)."""
-        if len(peers) < 2:
-            return peers
         return sorted(peers, key=lambda peer: direction * (peer - self._rank) % self._size)
 
     def try_out(self) -> None:

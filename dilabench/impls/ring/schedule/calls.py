@@ -31,10 +31,10 @@ class Calls:
         first_row: int = 0,
     ) -> None:
         """Pieces on keys whose row 0 is the owner's row `first_row`."""
-        scale = self.workload.softmax_scale
+        scale, places = self.workload.softmax_scale, self.backend.places_results
         for piece in pieces:
             keys, values = piece.take_keys(k, first_row), piece.take_keys(v, first_row)
-            place = self._place("out", results, piece)
+            place = _place("out", results, piece) if places else {}
             out, lse = self.backend.attend(
                 piece.take_queries(q), keys, values, causal=piece.causal, window=piece.window, scale=scale, **place
             )
@@ -54,7 +54,7 @@ class Calls:
     ) -> None:
         """The gradients of pieces, from the out and lse of all keys; dk and dv have the rows of k."""
         attend_backward = self.backend.require_backward()
-        scale = self.workload.softmax_scale
+        scale, places = self.workload.softmax_scale, self.backend.places_results
         for piece in pieces:
             dq, dk, dv = attend_backward(
                 piece.take_queries(dout),
@@ -66,15 +66,16 @@ class Calls:
                 causal=piece.causal,
                 window=piece.window,
                 scale=scale,
-                **self._place("dq", sums[0], piece),
+                **(_place("dq", sums[0], piece) if places else {}),
             )
             sums[0].add_queries(piece, dq)
             sums[1].add_keys(piece, dk, first_row)
             sums[2].add_keys(piece, dv, first_row)
 
-    def _place(
-        self, name: str, results: Softmax | PlacedSoftmax | SoftmaxOnto | Sum | PlacedSum | SumOnto, piece: Piece
-    ) -> dict[str, Any]:
-        """The argument that says where a result of a piece goes, if the backend takes one and there is a place."""
-        place = results.place(piece) if self.backend.places_results else None
-        return {} if place is None else {name: place}
+
+def _place(
+    name: str, results: Softmax | PlacedSoftmax | SoftmaxOnto | Sum | PlacedSum | SumOnto, piece: Piece
+) -> dict[str, Any]:
+    """The argument that says where a result of a piece goes, if there is a place."""
+    place = results.place(piece)
+    return {} if place is None else {name: place}

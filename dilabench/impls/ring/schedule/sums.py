@@ -314,6 +314,9 @@ class SumOnto:
 
 def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
     """The rows of parts, first and stop: folding many short parts must not pass over all rows each time."""
+    if len(parts) == 1:
+        part, first = parts[0]
+        return first, first + part.shape[1]
     return min(first for _, first in parts), max(first + part.shape[1] for part, first in parts)
 
 
