@@ -33,12 +33,12 @@ _PACKED = {
 
 
 class Mask(NamedTuple):
-    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times."""
+    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts as `times` keys."""
 
     left: int
     right: int
     scale: float
-    count: int = 1
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def _launch(
     if blocks is not None:
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
-    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), threads, onto]
+    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.times), threads, onto]
     arguments += room.data_ptr(), of_thread, openmp_parallel(), parts, *numbers
     for x in tensors:
         address = x.data_ptr()
