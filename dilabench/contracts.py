@@ -57,6 +57,9 @@ class Attend(Protocol):
     last dim contiguous.
     Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that sees no key has
     out 0 and lse -inf.
+
+    It may have an attribute `differentiable`, a function of the same arguments that is called inside autograd: results
+    that torch itself differentiates, lse without a gradient, or None for tensors of which it cannot.
     """
 
     def __call__(
