@@ -59,6 +59,9 @@ class Attend(Protocol):
 
     A backend that says so (`Capabilities`) also takes v [B, L, K, Dv], for out [B, M, H, Dv], and a further option
     `softcap`, a number c: scores s become c·tanh(s/c), after the scale and before masks.
+
+    It may have an attribute `differentiable`, a function of the same arguments that is called inside autograd: results
+    that torch itself differentiates, lse without a gradient, or None for tensors of which it cannot.
     """
 
     def __call__(

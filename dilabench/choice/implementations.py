@@ -282,7 +282,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "block-sparse",
         "only the visible blocks: Triton kernels on CUDA, our own in C++ on CPU, or torch's for each block of queries",
-        "dilabench.impls.block_sparse.planned:build",
+        "dilabench.impls.block_sparse.block_sparse:build",
         supports=Capabilities(
             patterns=SPARSE,
             layouts=BOTH_LAYOUTS,

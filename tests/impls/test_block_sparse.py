@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.reference import Reference
 from dilabench.engine.verify.verification import summary, verify
-from dilabench.impls.block_sparse.planned import build
+from dilabench.impls.block_sparse.block_sparse import build
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.block_sparse import block_mask
 from dilabench.workload.spec import Workload, attended_pairs

@@ -34,13 +34,19 @@ SHAPES = {
 }
 KERNELS = {
     "nsa by query": ("by_query._forward_kernel", "by_query._gradient_kernel"),
-    "nsa gathered": ("gathered._gathered_kernel", "gathered._merge_kernel", "by_key._key_kernel", "by_key._sum_kernel"),
+    "nsa gathered": (
+        "gathered._gathered_kernel",
+        "gathered._merge_kernel",
+        "by_key._key_kernel",
+        "by_key._sum_kernel",
+        "lists._shares_kernel",
+    ),
     "msa": ("gathered._gathered_kernel", "by_key._key_kernel"),
     "moba": ("gathered._gathered_kernel", "by_key._key_kernel"),
     "D64": ("gathered._gathered_kernel", "by_key._key_kernel"),
     "single tokens": ("by_query._forward_kernel", "by_query._gradient_kernel", "by_token._sum_kernel"),
 }
-WITHOUT_PRODUCTS = {"gathered._merge_kernel", "by_key._sum_kernel", "by_token._sum_kernel"}
+WITHOUT_PRODUCTS = {"gathered._merge_kernel", "by_key._sum_kernel", "by_token._sum_kernel", "lists._shares_kernel"}
 # One tile of keys stays, and none is read while another is multiplied.
 WITHOUT_STAGES = {("nsa gathered", "gathered._gathered_kernel"), ("D64", "gathered._gathered_kernel")}
 # Bytes that the assembler spills: mostly of dK and dV, whose sums take half of the registers.

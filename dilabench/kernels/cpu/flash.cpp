@@ -931,17 +931,17 @@ void flash_backward(const Backward* given, int type) {
 }
 
 // Numbers that a thread of a pass takes room for.
-int64_t flash_forward_room(int head_dim) {
+int64_t flash_forward_room(int64_t head_dim) {
   Room room(nullptr);
   ForwardRoom(room, head_dim);
   return room.taken();
 }
-int64_t flash_few_room(int64_t key_heads, int64_t rows, int head_dim) {
+int64_t flash_few_room(int64_t key_heads, int64_t rows, int64_t head_dim) {
   Room room(nullptr);
   FewRoom(room, key_heads, rows, whole_vectors(head_dim));
   return room.taken();
 }
-int64_t flash_backward_room(int head_dim, int64_t keys) {
+int64_t flash_backward_room(int64_t head_dim, int64_t keys) {
   Room room(nullptr);
   BackwardRoom(room, head_dim, whole_vectors(head_dim), keys);
   return room.taken();

@@ -5,6 +5,7 @@ Queries are aligned to the last keys: with M queries and L keys, query i is at t
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, log
@@ -16,13 +17,12 @@ from torch import Tensor
 
 from dilabench.kernels.cpu.compiled import CONSTANTS, FEW_ROWS, library, openmp_parallel, why_unavailable
 
-QUERIES, KEYS, FORWARD_TILES, BACKWARD_TILES, BEHIND_ROW = CONSTANTS.values()
+QUERIES, KEYS, _, BACKWARD_TILES, BEHIND_ROW = CONSTANTS.values()
 # Rows of dk and dv, while they are summed, are vectors of any width.
 LANES = 16
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
-
 
 # The structures Call, Place and Lse of the C++, and the arguments of its functions.
 _CALL, _PLACE, _LSE = "11q3P2q3f2iPqPq", "P3q", "P5q"
@@ -33,14 +33,14 @@ _PACKED = {
 
 
 class Mask(NamedTuple):
-    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts `count` times. Scores are capped as
+    """A query at p sees keys p - left to p + right, -1 is unbounded; each counts as `times` keys. Scores are capped as
     softcap · tanh(s / softcap), unless that is 0.
     """
 
     left: int
     right: int
     scale: float
-    count: int = 1
+    times: int = 1
     softcap: float = 0.0
 
 
@@ -95,11 +95,11 @@ def attend(
         # As many parts as give every thread work, of no fewer keys than those that are copied together.
         parts = max(1, min(-(-2 * threads // max(1, B)), L // (2 * KEYS)))
         partial = B * parts * H * M * (whole_vectors(D) + BEHIND_ROW)
-        of_thread = few_room(K, rows, D)
+        of_thread = room_of("few", K, rows, D)
         room = q.new_empty(threads * of_thread + partial, dtype=torch.float32)
         _launch("flash_forward", q, k, mask, None, onto, room, (threads, of_thread, parts), (q, k, v, out, lse), lse)
         return out, lse
-    room = q.new_empty((threads, forward_room(D)), dtype=torch.float32)
+    room = q.new_empty((threads, room_of("forward", D)), dtype=torch.float32)
     _launch("flash_forward", q, k, mask, blocks, onto, room, (*room.shape, 0), (q, k, v, out, lse), lse)
     return out, lse
 
@@ -137,7 +137,7 @@ def attend_backward(
     else:
         rows = B, L, K, D
         dk, dv = onto[1:] if onto else (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
-    room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
+    room = q.new_empty((threads, room_of("backward", D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
     _launch("flash_backward", q, k, mask, blocks, onto is not None, room, (*room.shape, 0), places, lse, parts)
     if parts == 1:
@@ -146,25 +146,16 @@ def attend_backward(
     return (dq, onto[1].add_(dk), onto[2].add_(dv)) if onto else (dq, dk, dv)
 
 
-@lru_cache(maxsize=64)
-def forward_room(head_dim: int) -> int:
-    """Numbers that a thread of a forward pass takes; a multiple of 16."""
-    tile = 2 * head_dim * QUERIES + 2 * QUERIES
-    return FORWARD_TILES * tile + 2 * KEYS * head_dim + KEYS * QUERIES + QUERIES
-
-
-def few_room(key_heads: int, rows: int, head_dim: int) -> int:
-    """Numbers that a thread takes for few queries, `rows` of which share a head of keys; a multiple of 16."""
-    width = whole_vectors(head_dim)
-    return key_heads * rows * width + 2 * KEYS * width + rows * KEYS
-
-
 @lru_cache(maxsize=256)
-def backward_room(head_dim: int, keys: int) -> int:
-    """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
-    width = whole_vectors(head_dim)
-    tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
-    return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 3 * KEYS * QUERIES + QUERIES + 2 * keys * width
+def room_of(kind: str, *sizes: int) -> int:
+    """Numbers that a thread of a pass takes, as the C++ counts them; a multiple of 16. sizes: of a "forward" pass the
+    head dim; of "few" queries the heads of keys, the rows that share one, and the head dim; of a "backward" pass the
+    head dim, and the keys that it has sums for.
+    """
+    count = getattr(library(), f"flash_{kind}_room")
+    count.restype = ctypes.c_int64
+    numbers: int = count(*map(ctypes.c_int64, sizes))
+    return numbers
 
 
 def whole_vectors(head_dim: int) -> int:
@@ -205,7 +196,7 @@ def _launch(
     if blocks is not None:
         places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
-    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count), mask.softcap, threads, onto]
+    arguments = [B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.times), mask.softcap, threads, onto]
     arguments += room.data_ptr(), of_thread, openmp_parallel(), parts, *numbers
     for x in tensors:
         address = x.data_ptr()

@@ -170,7 +170,7 @@ class _Options(NamedTuple):
 class _Plan:
     """How a pass over tensors of these layouts is computed.
 
-    given: `operands.operand_arguments`. forms: by whether neighbours select alike, None where that is not known. each:
+    given: `operands.operand_arguments`. forms: by whether neighbours select alike, None if that is not known. each:
     tiles of single tokens, or of as many as fill one. united: of neighbours, if more of them fit into one. gathered:
     tiles of the gathered form, over ``at_a_time`` tokens, whose programs take ``entries`` queries of a list. by_key:
     of dK and dV, whose programs take ``entries_by_key``; of single tokens, of dQ.
