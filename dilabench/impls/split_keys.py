@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -82,7 +81,6 @@ class OfNumbers(NamedTuple):
         return self.computation.backward(*tensors)
 
 
-@lru_cache(maxsize=64)
 def _branches(
     pattern: Pattern,
     shape: SequenceShape,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
 
@@ -329,7 +329,6 @@ def tile_for(rows: int, head_dim: int, itemsize: int) -> SplitTile:
     return SplitTile(rows, 64 if head_dim > 64 else 128, 4, 3)
 
 
-@lru_cache(maxsize=256)
 def split_for(programs: int, rows: int, keys: int, head_dim: int, itemsize: int, processors: int) -> Split:
     """For this many programs that each read up to ``keys`` keys for ``rows`` rows, if neither is split: the parts with
     which a GPU is done first, if programs run in waves. More parts than a few waves only add to the merge.

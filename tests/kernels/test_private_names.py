@@ -114,10 +114,10 @@ def test_what_is_gone_is_told() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    for function in (row_layout.on_hopper, row_layout._has_gluon):
+    for function in (row_layout.on_hopper,):
         function.cache_clear()
     yield torch.device("cuda", 0)
-    for function in (row_layout.on_hopper, row_layout._has_gluon):
+    for function in (row_layout.on_hopper,):
         function.cache_clear()
 
 
@@ -142,7 +142,7 @@ def test_plain_kernels_serve_where_gluon_has_changed(
 ) -> None:
     assert row_layout.on_hopper(hopper)
     assert selects(hopper=True) != "plain"
-    for function in (row_layout.on_hopper, row_layout._has_gluon):
+    for function in (row_layout.on_hopper,):
         function.cache_clear()
     monkeypatch.delattr(importlib.import_module("triton.experimental.gluon.language.nvidia.hopper"), name)
     assert not row_layout.on_hopper(hopper)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,6 @@ def on_hopper(device: torch.device) -> bool:
     return on_sm90 and _has_gluon()
 
 
-@cache
 def _has_gluon() -> bool:
     """Whether this Triton is one that they were seen with, or a later one with every name that they use."""
     missing = gone(GLUON)
