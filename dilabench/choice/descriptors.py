@@ -111,6 +111,8 @@ class Capabilities:
     """Whether it computes attended zero keys."""
     last_rows: bool = False
     """Whether it takes fewer queries than keys, the last rows of the square."""
+    square: bool = True
+    """Whether it takes a query at every position; suites include one that does not only over fewer queries."""
     value_dim: bool = False
     """Whether it takes values of another width than keys."""
     softcap: bool = False
@@ -166,6 +168,8 @@ class Capabilities:
             yield f"window {workload.window} is not supported"
         if workload.query_len is not None and not self.last_rows:
             yield f"query_len {workload.query_len} below seq_len {workload.seq_len} is not supported"
+        if workload.query_len is None and not self.square:
+            yield "a query at every position is not supported; give fewer by query_len"
         if not self.gqa and workload.num_kv_heads != workload.num_heads:
             yield f"num_kv_heads {workload.num_kv_heads} below num_heads {workload.num_heads} is not supported"
         if workload.value_dim is not None and not self.value_dim:

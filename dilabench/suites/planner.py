@@ -178,6 +178,8 @@ class Planner:
             implementation = self.catalogue.implementations.get(choice.implementation)
             chosen_backend = choice.backend
             labels |= CHOSEN_BY.entry(f"auto ({choice.source})")
+        if not (implementation.supports.square or workload.query_len or self.request.implementations):
+            return ()
         backends: tuple[str | None, ...] = (None,)
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)

@@ -111,8 +111,9 @@ def test_operators_keep_torchs_rules() -> None:
     detached = tuple(x.detach() for x in plain)
     torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, function.number, ""))
     results = one_operator._forward_op(*detached, None, None, None, None, function.number, "")
-    given = (torch.ones_like(results[0]), *detached, *results, None, None, None, function.number, "")
-    torch.library.opcheck(one_operator._backward_op, given)
+    for of_lse in (None, torch.ones_like(results[1])):
+        given = (torch.ones_like(results[0]), of_lse, *detached, *results, None, None, None, function.number, "")
+        torch.library.opcheck(one_operator._backward_op, given)
 
 
 def test_a_computation_that_is_gone_is_told() -> None:
