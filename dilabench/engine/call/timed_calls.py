@@ -300,7 +300,7 @@ class TimedCalls:
         workload = self._workload
         call.threads = self._left
         call.count, call.dout_seed = call.inputs.changes.now, self._dout_seed
-        call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs.q)
+        call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs)
         gradients, call.gradients = call.gradients, ()
         if call is self._full:
             call.gradients = gradients
@@ -350,13 +350,13 @@ class TimedCalls:
         found = batched[row.batch, local] if self._takes == "embeddings" else batched[row.batch, local, row.head]
         return found.clone()
 
-    def _misshapen(self, out: object, query: Tensor) -> str | None:
+    def _misshapen(self, out: object, inputs: InputSet) -> str | None:
         assert isinstance(out, Tensor)
-        if (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device):
+        shape, query = inputs.out_shape, inputs.q
+        if (out.shape, out.dtype, out.device) == (shape, query.dtype, query.device):
             return None
         return (
-            f"returned {list(out.shape)} {out.dtype} on {out.device}, "
-            f"not {list(query.shape)} {query.dtype} on {query.device}"
+            f"returned {list(out.shape)} {out.dtype} on {out.device}, not {list(shape)} {query.dtype} on {query.device}"
         )
 
     def _next_of_deck(self, groups: int) -> tuple[int, int]:

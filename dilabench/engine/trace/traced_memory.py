@@ -49,7 +49,7 @@ def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int
             for shape in input_shapes(workload, spec.takes, rows)
         ]
         q, k, v = made if len(made) == 3 else made * 3
-        dout = torch.empty(q.shape, dtype=q.dtype, device=where) if backward else None
+        dout = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=where) if backward else None
         inputs = storages.live - built
         leaves = [*made, *parameters]
         saved = 0
