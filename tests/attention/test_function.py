@@ -420,8 +420,8 @@ def test_the_calls_of_the_page_for_models_run() -> None:
 def test_help_shows_every_option_with_its_default() -> None:
     options = inspect.signature(attention).parameters
     wanted = (
-        "query key value pattern causal window scale sink cu_seqlens max_seqlen cu_seqlens_k key_lengths indices "
-        "return_lse backend"
+        "query key value pattern causal window scale softcap sink cu_seqlens max_seqlen cu_seqlens_k key_lengths "
+        "key_padding query_padding indices return_lse backend"
     )
     assert list(options) == wanted.split()
     text = inspect.getdoc(attention) or ""
