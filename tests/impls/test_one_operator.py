@@ -111,7 +111,7 @@ def test_operators_keep_torchs_rules() -> None:
     detached = tuple(x.detach() for x in plain)
     torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, function.number, ""))
     results = one_operator._forward_op(*detached, None, None, None, None, function.number, "")
-    given = (torch.ones_like(results[0]), *detached, *results, None, None, None, function.number, "")
+    given = (torch.ones_like(results[0]), None, *detached, *results, None, None, None, function.number, "")
     torch.library.opcheck(one_operator._backward_op, given)
 
 
