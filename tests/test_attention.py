@@ -273,7 +273,7 @@ def test_gradcheck(causal: bool) -> None:
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
     words = "?kind=dilated\x1fsegment_lengths#2\x1fdilation_rates#2"
-    options = (words, [7, 24, 1, 3], [], True, [-1, -1], 0.5, [], 0, True, "math", "", [])
+    options = (words, [7, 24, 1, 3], [], True, [-1, -1], 0.5, [], 0, True, "math", "", [], None)
     inputs, number = tensors(), one_operator.ON_ONE_DEVICE
     for sink in (None, torch.randn(5, requires_grad=True)):
         torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, None, None, number, *options))
@@ -364,7 +364,7 @@ def test_refuses_tensors_that_do_not_fit() -> None:
         dilated_attention(q, k[:, :9], v[:, :9], **BRANCHES)
     with pytest.raises(ValueError, match=r"key \(1, 29, 5, 4\) must agree with query \(2, 29, 5, 4\)"):
         dilated_attention(q, k[:1], v[:1], **BRANCHES)
-    with pytest.raises(ValueError, match=r"equal and \[B, N, K, D\]"):
+    with pytest.raises(ValueError, match=r"equal but for its last dim, \[B, N, K, Dv\]"):
         dilated_attention(q, k, v[:, :, :1], **BRANCHES)
     with pytest.raises(ValueError, match="device, got query float64 on cpu, key float32 on cpu, value float64 on cpu"):
         dilated_attention(q, k.float(), v, **BRANCHES)

@@ -112,6 +112,8 @@ def _case(row: Row) -> Line:
         "num_heads": workload.num_heads,
         "num_kv_heads": workload.num_kv_heads,
         "head_dim": workload.head_dim,
+        "value_dim": workload.value_width,
+        "softcap": workload.softcap,
         "dtype": workload.dtype,
         "causal": workload.causal,
         "window_left": workload.window[0],

@@ -293,7 +293,6 @@ def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "name", "message"),
     [
-        ({"softcap": 30.0, "dropout": 0.1}, "dilabench", "dropout 0.1 .* with softcap 30.0"),
         ({"dropout": 0.1}, "dilabench-longnet", "dropout 0.1 .* with pattern dilated"),
         ({"dropout": 0.1, "sliding_window": 3}, "dilabench", "dropout 0.1 .* with sliding_window 3"),
         ({"dropout": 0.1, "cu_seq_lens_q": torch.tensor([0, 2, 6])}, "dilabench", "dropout 0.1 .* with cu_seq_lens_q"),

@@ -19,17 +19,17 @@ def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend
 
     `pattern` None is dense attention; another, such as `DilatedPattern`, restarts in each document and in each row of a
     padded batch. `backend` is that of `dilabench.attention.attention`. Causality, sliding windows, grouped heads, sinks
-    (gpt-oss) and scales come from the model, documents from `cu_seq_lens_q` or from position ids that restart. Rows of
-    padding are 0.
+    (gpt-oss), softcaps (Gemma 2), value widths (MLA) and scales come from the model, documents from `cu_seq_lens_q` or
+    from position ids that restart. Rows of padding are 0.
 
     A cache, fewer queries than keys, cross-attention and what a model selects (DSA, MSA) are computed, too. Rows of a
     batch whose padding ends at different tokens are calls of their own if keys are a cache's or another sequence's.
     Masks of other forms, padding between the tokens of a cache, on a GPU also unequal padding next to a cache and steps
     with a static one, dropout and position biases go to torch's SDPA, which the logger `dilabench.compat.transformers`
     says once for each model and reason; DILABENCH_STRICT=1 makes it a ValueError. With a `pattern`, which SDPA does not
-    compute, it always is one, and so are softcaps and keywords that dilabench does not know. Under torch.compile
-    padding, windows, caches and position ids that restart go to SDPA; with `cu_seq_lens_q` they are computed, and any
-    packing is the same graph.
+    compute, it always is one, and so are keywords that dilabench does not know. With a softcap, which SDPA lacks, plain
+    products compute what would go to it. Under torch.compile padding, windows, caches and position ids that restart go
+    to SDPA; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
 
     Raises ImportError without transformers (extra `transformers`), ValueError for a name of transformers' own, such as
     'sdpa', for a pattern that is no object of `dilabench.patterns`, and for one that needs indices or gates of the

@@ -155,21 +155,21 @@ def _attend(
             "pattern": pattern and pattern.kind,
             "cu_seq_lens_q": None if cu_seq_lens_q is None else "given",
             "sliding_window": sliding_window if attention_mask is None and window != UNBOUNDED else None,
-            "softcap": softcap,
         }
         for what, given in asked.items():
             if given is not None:
                 raise ValueError(
                     f"{_name(module)}: {reason}, with {what} {given}: {_SDPA}, which computes such calls, has no {what}"
                 )
-        _fall_back(module, f"{reason}: {_SDPA} computes such calls, not dilabench")
+        by = _SDPA if softcap is None else "torch, by products of every pair,"
+        _fall_back(module, f"{reason}: {by} computes such calls, not dilabench")
         whole = attention_mask
         if parts is not None:
             is_whole = parts.is_plain and (query.shape[2] in (1, key.shape[2]) or not causal)
             whole = None if is_whole else parts.visible()[..., : parts.length]
             position_bias = None if position_bias is None else position_bias[..., : parts.length]
         kept = {"dropout": dropout, "scaling": scaling, "is_causal": causal, "position_bias": position_bias}
-        return _by_sdpa(module, query, key, value, whole, selection, s_aux, kept), None
+        return _by_sdpa(module, query, key, value, whole, selection, s_aux, softcap, kept), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     value_dim, width = value.shape[-1], max(value.shape[-1], key.shape[-1])
     if pattern is not None or selection is not None:
@@ -315,9 +315,12 @@ def _by_sdpa(
     whole: Tensor | None,
     selection: tuple[Tensor, int] | None,
     sinks: Tensor | None,
+    softcap: float | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """out [B, M, H, D] by torch's attention with a mask for every pair, bool or added to scores; None is none."""
+    """out [B, M, H, D] by torch's attention with a mask for every pair, bool or added to scores; None is none. It has
+    no softcap, with which plain products compute it.
+    """
     rows, keys = query.shape[2], key.shape[2]
     if whole is None and options["is_causal"] and rows > 1 and not (selection is None and sinks is None):
         whole = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -344,8 +347,36 @@ def _by_sdpa(
             options["position_bias"] = torch.nn.functional.pad(options["position_bias"], (0, 1))
     if whole is not None and whole.dtype != torch.bool:
         whole = whole.to(query.dtype)
+    if softcap is not None:
+        return _by_products(module, query, key, value, whole, softcap, options)
     out: Tensor = sdpa_attention_forward(module, query, key, value, whole, **options)[0]
     return out
+
+
+def _by_products(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Tensor | None,
+    softcap: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """`_by_sdpa` with capped scores, in memory for every pair."""
+    scale = query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = softcap * torch.tanh(query @ key.mT * scale / softcap)
+    if options["position_bias"] is not None:
+        scores = scores + options["position_bias"]
+    rows, keys = scores.shape[-2:]
+    if whole is None and options["is_causal"] and rows > 1:
+        whole = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()
+    if whole is not None:
+        hidden = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~whole, hidden) if whole.dtype == torch.bool else scores + whole
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.nn.functional.dropout(scores.softmax(-1, wide), options["dropout"], module.training)
+    return (weights.to(value.dtype) @ value).transpose(1, 2)
 
 
 def _why_dense(given: Tensor, note: Traced | str | None) -> str:

@@ -300,7 +300,7 @@ class TimedCalls:
         workload = self._workload
         call.threads = self._left
         call.count, call.dout_seed = call.inputs.changes.now, self._dout_seed
-        call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs.q)
+        call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs)
         gradients, call.gradients = call.gradients, ()
         if call is self._full:
             call.gradients = gradients
@@ -350,8 +350,9 @@ class TimedCalls:
         found = batched[row.batch, local, row.head] if self._takes == "heads" else batched[row.batch, local]
         return found.clone()
 
-    def _misshapen(self, out: object, query: Tensor) -> str | None:
+    def _misshapen(self, out: object, inputs: InputSet) -> str | None:
         assert isinstance(out, Tensor)
+        query = inputs.q
         shape, dtype = result_form(self._workload, self._takes, query)
         if (out.shape, out.dtype, out.device) == (shape, dtype, query.device):
             return None

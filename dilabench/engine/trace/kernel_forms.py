@@ -174,7 +174,10 @@ class _FlexFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # With the strides of q.
         out = torch.empty_like(q)
+        if v.shape[-1] != q.shape[-1]:
+            out = q.transpose(1, 2).new_empty((q.shape[0], *q.shape[2:0:-1], v.shape[-1])).transpose(1, 2)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse

@@ -48,8 +48,9 @@ def _workload(asked: WorkloadRequest, row: Row) -> Iterator[str]:
     """The requested settings that differ from the default; batch, dtype and length as resolved."""
     effective = row.case.workload
     exact = {"batch_size": effective.batch_size, "seq_len": effective.seq_len, "dtype": effective.dtype}
-    # A request for every query has no such field.
-    exact |= {} if effective.query_len is None else {"query_len": effective.query_len}
+    # Those that are None are in no request.
+    added = {name: getattr(effective, name) for name in ("query_len", "value_dim", "softcap")}
+    exact |= {name: value for name, value in added.items() if value is not None}
     # A request may carry fields of other patterns, too, for the suites that want them.
     own = pattern_type(asked.pattern).request_model()
     usual = {**WorkloadRequest().model_dump(mode="json"), **own().model_dump(mode="json")}

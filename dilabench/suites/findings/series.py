@@ -22,9 +22,10 @@ TOLD_APART_BY: tuple[Callable[[Workload], str], ...] = (
     lambda workload: workload.dtype,
     lambda workload: workload.mode,
     lambda workload: workload.pattern.label(),
-    lambda workload: f"H{workload.num_heads}/{workload.num_kv_heads} D{workload.head_dim}",
+    lambda workload: f"H{workload.num_heads}/{workload.num_kv_heads} {workload.dim_label()}",
     lambda workload: workload.queries_label(),
     lambda workload: "causal" if workload.causal else "not causal",
+    lambda workload: f"softcap {workload.softcap or 'none'}",
     lambda workload: f"batch {workload.batch_size}",
 )
 

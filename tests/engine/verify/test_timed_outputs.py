@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dilabench.contracts import BuildContext
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.verify.oracle.formula import attend_rows
+from dilabench.engine.verify.oracle.reference import build as build_reference
 from dilabench.engine.verify.timed_outputs import TimedOutputs, _gradients_check
 from dilabench.record import Case, Check, CheckName, Verification
 from dilabench.workload.spec import Workload
@@ -53,6 +55,42 @@ def test_a_row_beyond_what_verification_saw_is_compared_with_the_plain_computati
     verification = outputs.check(call.timed_calls.end())
     assert verification.timed_calls == 6
     assert verification.passed == passed
+
+
+def build_uncapped(workload: Workload, context: BuildContext) -> Callable[..., Tensor]:
+    """The right out, with the derivative of scores without a cap."""
+    right, wrong = (build_reference(x, context) for x in (workload, workload.model_copy(update={"softcap": None})))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = wrong(q, k, v)
+        return out + (right(q, k, v) - out).detach()
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "passed"),
+    [
+        ({"value_dim": 12}, "dilabench.engine.verify.oracle.reference:build", True),
+        ({"value_dim": 5, "query_len": 9}, "dilabench.engine.verify.oracle.reference:build", True),
+        ({"softcap": 0.5}, "dilabench.engine.verify.oracle.reference:build", True),
+        ({"softcap": 0.5}, f"{__name__}:build_uncapped", False),
+    ],
+    ids=str,
+)
+def test_values_of_another_width_and_softcaps(changes: dict[str, Any], target: str, passed: bool) -> None:
+    shape = {"batch_size": 2, "seq_len": 65, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mode": "both"}
+    workload = Workload.model_validate({"pattern": {"kind": "dense"}, **shape, **changes})
+    call = PreparedCall(
+        CaseSpec(case=Case(implementation="own", workload=workload), target=target, seed=3), CPU, InputStore(CPU)
+    )
+    outputs = TimedOutputs(call)
+    call.timed_calls.begin(last=True)
+    for _ in range(6):
+        call.fresh()()
+    verification = outputs.check(call.timed_calls.end())
+    assert verification.timed_calls == 6
+    assert verification.passed == passed, verification
 
 
 @pytest.mark.parametrize(("tokens", "passes"), [(3, True), (15, True), (16, False)])

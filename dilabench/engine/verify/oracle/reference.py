@@ -75,7 +75,7 @@ class _AttendRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if len(rows) == q.shape[1]:
             return out_rows, lse
-        out = out_rows.new_zeros(q.shape)
+        out = out_rows.new_zeros(*q.shape[:-1], v.shape[-1])
         out[:, rows] = out_rows
         return out, lse
 
