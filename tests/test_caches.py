@@ -91,6 +91,7 @@ CACHES = {
     "kernels/fused/branch_group.py:_covered_keys": Cache(256, "common to all lengths of a pattern"),
     "kernels/fused/partials.py:partial_places": Cache(32, "holds tables on the device"),
     "kernels/fused/residue_plan.py:residue_plan": Cache(256, "equal plans are one object, by which launches are kept"),
+    "kernels/fused/residue_plan.py:capped_plan": Cache(64, "equal plans are one object, by which launches are kept"),
     "kernels/fused/residue_plan.py:_document_plan": Cache(256, "the same for packings of as many tokens"),
     "kernels/fused/residue_plan.py:_cheapest_cut": Cache(256, "a search that all lengths up to a power of two share"),
     "kernels/fused/residue_plan.py:_frames": Cache(1024, "common to all lengths of a pattern, and to many cuts"),
