@@ -176,6 +176,7 @@ def test_patterns_refuse_values_of_another_width() -> None:
         attention(q, k, v[:, 1:])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "pattern",
     [
