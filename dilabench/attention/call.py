@@ -33,10 +33,9 @@ from dilabench.impls.one_operator import (
     as_one_operator,
     eager,
     is_plain_eager_call,
-    outside_compilers,
     register,
 )
-from dilabench.impls.operator_rules import refuse_forward_mode
+from dilabench.impls.operator_rules import outside_compilers, refuse_forward_mode
 from dilabench.kernels.streams import is_captured
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape

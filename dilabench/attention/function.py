@@ -21,7 +21,7 @@ from dilabench.attention.call import as_constant, attend
 from dilabench.attention.sequences import attend_there
 from dilabench.contracts import Attend
 from dilabench.impls.call import AnyPattern, pattern_of
-from dilabench.impls.one_operator import outside_compilers
+from dilabench.impls.operator_rules import outside_compilers
 from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern

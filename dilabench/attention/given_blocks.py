@@ -21,7 +21,8 @@ from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_c
 from dilabench.impls.call import AnyPattern, Call, PatternFields, pattern_of
 from dilabench.impls.last_rows import BySequence, InSquare, Run
 from dilabench.impls.no_pairs import NOTHING_SEEN
-from dilabench.impls.one_operator import Computation, materialised
+from dilabench.impls.one_operator import Computation
+from dilabench.impls.operator_rules import materialised
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.block_sparse.selected import SelectedPlan

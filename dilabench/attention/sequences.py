@@ -183,7 +183,7 @@ def attend_there(
     for other in ("cu_seqlens", "max_seqlen", "cu_seqlens_k", "key_lengths", "indices"):
         if options.get(other) is not None:
             raise ValueError(f"{other} with key_padding or query_padding: one says which tokens there are; give one")
-    batch, rows, keys = *query.shape[:2], key.shape[1]
+    (batch, rows), keys = query.shape[:2], key.shape[1]
     has_distances = tuple(options["window"]) != UNBOUNDED or pattern != DENSE
     has_places = has_distances or bool(options["causal"])
     for name, padding, length in (("key_padding", key_padding, keys), ("query_padding", query_padding, rows)):

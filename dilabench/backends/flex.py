@@ -54,9 +54,8 @@ def _call(
     )
 
 
-@functools.lru_cache(maxsize=64)
-def capped_score(softcap: float) -> Callable[..., Tensor] | None:
-    """The score function of softcap · tanh(s / softcap), one for each number; None without a cap."""
+def _capped(softcap: float) -> Callable[..., Tensor] | None:
+    """The score function of softcap · tanh(s / softcap); None without a cap."""
     if not softcap:
         return None
 
@@ -67,13 +66,14 @@ def capped_score(softcap: float) -> Callable[..., Tensor] | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(*_key: object) -> Callable[..., tuple[Tensor, Any]]:
-    """A compiled kernel for each class of shapes: torch.compile gives up on one function after eight of them.
+def _compiled(softcap: float, *_key: object) -> tuple[Callable[..., tuple[Tensor, Any]], Callable[..., Tensor] | None]:
+    """A compiled kernel for each class of shapes, and its score function.
 
-    `fullgraph` turns a silent fallback to the quadratic eager form into an error.
+    torch.compile gives up on one function after eight classes. `fullgraph` turns a silent fallback to the quadratic
+    eager form into an error.
     """
     own_code = types.FunctionType(_call.__code__.replace(), _call.__globals__)
-    return torch.compile(own_code, fullgraph=True, dynamic=False)
+    return torch.compile(own_code, fullgraph=True, dynamic=False), _capped(softcap)
 
 
 @functools.lru_cache(maxsize=32)
@@ -100,9 +100,9 @@ def _run(
     """out [B, M, H, D] and lse [B, H, M]; calls over masks of one kind share a compiled function."""
     if mask is not None:
         record(mask.as_tuple())
-    run = _compiled(q.shape, k.shape, v.shape, q.dtype, q.device, kind, call.softcap, q.requires_grad)
+    run, score = _compiled(call.softcap, q.shape, k.shape, v.shape, q.dtype, q.device, kind, q.requires_grad)
     heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, extra = run(*heads_first, mask, call.scale, capped_score(call.softcap))
+    out, extra = run(*heads_first, mask, call.scale, score)
     return out.transpose(1, 2), extra.lse
 
 

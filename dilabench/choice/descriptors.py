@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic.dataclasses
 from packaging.version import InvalidVersion, Version
@@ -208,17 +208,6 @@ class Capabilities:
 
 # The default capabilities of a dense attention kernel.
 DENSE_KERNEL = Capabilities(patterns=frozenset({DENSE.kind}))
-
-
-class Named(Protocol):
-    """Fields of every descriptor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
 
 
 @readable

@@ -28,7 +28,7 @@ from dilabench.choice.measured import TunedCell, device_name, measured_near, rem
 from dilabench.choice.rules import Choice, by_priority, choose_after, usable
 from dilabench.choice.ways import Way, Ways, way_name
 from dilabench.errors import DilabenchError, said
-from dilabench.impls.one_operator import forward_before_backward
+from dilabench.impls.operator_rules import forward_before_backward
 from dilabench.machine import Machine
 from dilabench.workload.spec import Workload
 

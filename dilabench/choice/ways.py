@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from dilabench.choice.backends import BACKENDS
-from dilabench.choice.descriptors import Backend, Capabilities, Implementation, Named, load_target, unmet
+from dilabench.choice.descriptors import Backend, Capabilities, Implementation, load_target, unmet
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
@@ -23,8 +23,21 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 if TYPE_CHECKING:
     from dilabench.distributed.model import Sharding
 
-DescriptorT = TypeVar("DescriptorT", bound=Named)
 OWNER = "dilabench"
+
+
+class Named(Protocol):
+    """Fields of every descriptor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def summary(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+DescriptorT = TypeVar("DescriptorT", bound=Named)
 
 
 class OverBackend(Protocol):

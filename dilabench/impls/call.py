@@ -94,6 +94,11 @@ class Call(NamedTuple):
     softcap: float | None = None
 
     @property
+    def has_constant_lse(self) -> bool:
+        """Whether lse gets no gradient: over ranks, and in a merge whose weights, made of it, are constants."""
+        return bool(self.algorithm or self.pattern.is_detached)
+
+    @property
     def of_one_sequence(self) -> Self:
         """The same call over a single sequence, or over a batch of equal ones."""
         return self._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())

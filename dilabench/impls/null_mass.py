@@ -95,3 +95,27 @@ def lse_gradients(
         of_rows = of_rows - part
     dq, dk, _ = gradients(dout, q, k, ones, torch.zeros_like(out), lse, *kept)
     return dq, dk
+
+
+def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk, dv of `gradients`, and those of lse added to them, whose gradient is given last."""
+    *others, dlse = given
+    dq, dk, dv = gradients(dout, *others)
+    more_dq, more_dk = lse_gradients(gradients, dlse, *others)
+    return dq + more_dq, dk + more_dk, dv
+
+
+def with_sink_gradient(
+    gradients: Callable[..., tuple[Tensor, ...]],
+    summed: Callable[[Tensor], Tensor] | None,
+    has_dlse: bool,
+    dout: Tensor,
+    *given: Tensor,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of `gradients`, and that of the sink, which is given last, with has_dlse behind the gradient of lse;
+    out and lse are those with the sink. summed: adds up the gradients of ranks.
+    """
+    *others, sink = given
+    found = gradients(dout, *others)
+    of_sink = sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
+    return *found, of_sink if summed is None else summed(of_sink)

@@ -10,7 +10,7 @@ functionalize writes through the strided views that results are merged into. So 
 import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dilabench.impls.call import Call, PatternFields, name_of_function, read_call, written
-from dilabench.impls.null_mass import lse_gradients, sink_gradient
+from dilabench.impls.null_mass import with_lse_gradient, with_sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
@@ -33,7 +33,9 @@ from dilabench.impls.operator_rules import (
     from_bytes,
     let_flops_be_counted,
     mapped,
+    materialised,
     operator,
+    outside_compilers,
     reverse_only,
     warn_of_packings,
 )
@@ -107,15 +109,6 @@ def _computation(number: int, q: Tensor, k: Tensor, v: Tensor, asked: str, *read
     return found
 
 
-def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """Call it as it is, with a break of the graph where a compiler traces the call."""
-    if not torch.compiler.is_compiling():
-        return function(*arguments)
-    # As a decorator it would load the compiler when a module is imported.
-    apart: Callable[..., ResultT] = torch.compiler.disable(function)
-    return apart(*arguments)
-
-
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -136,17 +129,6 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
         if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
             return False
     return True
-
-
-def materialised(x: Tensor) -> Tensor:
-    """x, or a copy where its memory does not hold its values (a negative view, a zero tensor); differentiable."""
-    x = x.resolve_neg()
-    return x.clone() if x._is_zerotensor() else x
-
-
-def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """`Computation.forward` before `Computation.backward`: prepared together, if it has such a form."""
-    return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
 def eager(
@@ -226,30 +208,6 @@ class WithGradient(torch.autograd.Function):
         return None, *first_derivatives(gradients, dout, *given), *none
 
 
-def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `gradients`, and those of lse added to them, whose gradient is given last."""
-    *others, dlse = given
-    dq, dk, dv = gradients(dout, *others)
-    more_dq, more_dk = lse_gradients(gradients, dlse, *others)
-    return dq + more_dq, dk + more_dk, dv
-
-
-def with_sink_gradient(
-    gradients: Callable[..., tuple[Tensor, ...]],
-    summed: Callable[[Tensor], Tensor] | None,
-    has_dlse: bool,
-    dout: Tensor,
-    *given: Tensor,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `gradients`, and that of the sink, which is given last, with has_dlse behind the gradient of lse;
-    out and lse are those with the sink. summed: over ranks.
-    """
-    *others, sink = given
-    found = gradients(dout, *others)
-    of_sink = sink_gradient(dout, others[3], others[4], sink, others[-1] if has_dlse else None)
-    return *found, of_sink if summed is None else summed(of_sink)
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class AttentionComputation(ABC):
     """A `Computation`, found by operators under its number, that autograd can differentiate.
@@ -318,27 +276,16 @@ def as_one_operator(
     bounds: Tensor | None = None,
     key_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], by the finder that is registered under a number.
+    """out [B, N, H, D] and lse [B, H, N], by the finder that is registered under a number; differentiable.
 
-    Differentiable, also by torch.func; lse not over ranks, nor if the merge is detached. pattern: instead of the
-    call's, which is not read. sink: [H], the logits of a key of value 0. indices: of selected blocks. bounds,
-    key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors: one graph serves all.
+    pattern: instead of the call's, which is not read. sink: [H], the logits of a key of value 0. indices: of selected
+    blocks. bounds, key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors: one graph serves all.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
     backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
-    options = (
-        *(*pattern, call.causal, call.window, call.scale),
-        *(
-            call.cu_seqlens,
-            call.max_seqlen,
-            call.wants_gradient,
-            backend,
-            call.algorithm,
-            call.key_bounds,
-            call.softcap,
-        ),
-    )
+    of_sequences = call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm
+    options = (*pattern, call.causal, call.window, call.scale, *of_sequences, call.key_bounds, call.softcap)
     if torch._C._are_functorch_transforms_active():
         function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
@@ -430,12 +377,6 @@ torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, 
 torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(7), _is_alone), lib=LIBRARY)
 
 
-def _has_constant_lse(asked: str) -> bool:
-    """Whether lse gets no gradient: over ranks, and in a merge whose weights, which are made of lse, are constants."""
-    call = read_call(asked) if asked else None
-    return call is not None and bool(call.algorithm or call.pattern.is_detached)
-
-
 def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
     pairs: int = _registered[number]._pairs_for(query, key, read_call(asked), indices)
     return pairs
@@ -468,7 +409,7 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         query, key, value, sink, *read, ctx.number, ctx.asked = inputs
         ctx.save_for_backward(query, key, value, *output, *read, sink)
-        if _has_constant_lse(ctx.asked):
+        if ctx.asked and read_call(ctx.asked).has_constant_lse:
             ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 

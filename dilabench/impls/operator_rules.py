@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilabench.workload.spec import flops_per_pair
+from dilabench.workload.work import flops_per_pair
 
 ResultT = TypeVar("ResultT")
 
@@ -281,6 +281,26 @@ def let_flops_be_counted(pairs: Callable[..., int]) -> None:
         counted = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(counted, dict):
             counted.update({op: flop_registry[op] for op in operators if op not in counted})
+
+
+def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Call it as it is, with a break of the graph where a compiler traces the call."""
+    if not torch.compiler.is_compiling():
+        return function(*arguments)
+    # As a decorator it would load the compiler when a module is imported.
+    apart: Callable[..., ResultT] = torch.compiler.disable(function)
+    return apart(*arguments)
+
+
+def materialised(x: Tensor) -> Tensor:
+    """x, or a copy where its memory does not hold its values (a negative view, a zero tensor); differentiable."""
+    x = x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
+
+
+def forward_before_backward(computation: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """`Computation.forward` before `Computation.backward`: prepared together, if it has such a form."""
+    return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

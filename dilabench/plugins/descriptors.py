@@ -15,8 +15,8 @@ from dilabench.choice.descriptors import (
     Capabilities,
     Devices,
     Implementation,
-    Named,
 )
+from dilabench.choice.ways import Named
 from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.validation import CHECKED, Name, Options, Priority, Target, at_least, readable
 

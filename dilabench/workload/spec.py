@@ -3,8 +3,7 @@
 Shape letters: B batch, N sequence length, M queries (the last M of N positions), H query heads, K key/value heads
 (H = g·K), D head dim, Dv that of values, T packed tokens.
 The function that a workload names is written down in docs/explanation/semantics.md, as are its FLOPs (§2): exact, from
-4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one. Where values have
-another width Dv, the two products of a forward call take 2·D and 2·Dv, the five of a backward one 6·D and 4·Dv.
+4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one (`work`).
 """
 
 import itertools
@@ -38,6 +37,7 @@ from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
 from dilabench.workload.model import ModelShape, with_heads
+from dilabench.workload.work import flops_per_pair
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -49,8 +49,6 @@ UNBOUNDED: Window = (-1, -1)
 # Backend or algorithm `auto`: the fastest that supports the call.
 AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-# Products of a pass with a row of keys or queries, and with one of values or out; both are as wide by default.
-PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 MODE_ALIASES = {"train": "both", "prefill": "forward"}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
@@ -79,21 +77,17 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
     return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
 
 
-_ADDED = ("query_len", "value_dim", "softcap", "model")
+# Fields, and those that they equal by default.
+_ADDED = {"query_len": "seq_len", "value_dim": "head_dim", "softcap": "", "model": ""}
 
 
 class _Shaped(Model):
-    """A model that is written without what had no field before: `query_len` if every position has a query, `value_dim`
-    if values are as wide as keys, `softcap` and `model` if there is none.
-    """
+    """A model that is written without fields of `_ADDED` that are None, as before these existed."""
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        for name in _ADDED:
-            if written.get(name, 0) is None:
-                del written[name]
-        return written
+        return {name: value for name, value in written.items() if value is not None or name not in _ADDED}
 
 
 class Workload(_Shaped):
@@ -101,8 +95,8 @@ class Workload(_Shaped):
 
     `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
-    `value_dim`: channels of values and out; None if they are as many as those of keys, `head_dim`. `softcap` c: scores
-    s become c·tanh(s/c), after the scale and before masks; None if they stay.
+    `value_dim`: channels of values and out, None for `head_dim`. `softcap` c: scores s become c·tanh(s/c), after the
+    scale and before masks.
 
     `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
     losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
@@ -131,15 +125,10 @@ class Workload(_Shaped):
     def _dtype_alias(cls, value: Any) -> Any:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("query_len")
+    @field_validator("query_len", "value_dim")
     @classmethod
-    def _every_row_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
-        return None if value == info.data.get("seq_len") else value
-
-    @field_validator("value_dim")
-    @classmethod
-    def _width_of_keys_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
-        return None if value == info.data.get("head_dim") else value
+    def _the_usual_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return None if value == info.data.get(_ADDED[info.field_name or ""]) else value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -288,9 +277,7 @@ class Workload(_Shaped):
             "window": self.window,
             "scale": self.scale,
         }
-        if self.softcap is not None:
-            content["softcap"] = self.softcap
-        return content_hash(content)
+        return content_hash(content if self.softcap is None else {**content, "softcap": self.softcap})
 
     def length_label(self) -> str:
         """Keys of a sequence, with its queries if they are fewer: '64K', '1 of 64K'."""
@@ -343,12 +330,6 @@ def flops(workload: Workload, pairs: int | None = None) -> float:
     """
     pairs = attended_pairs(workload) if pairs is None else pairs
     return float(flops_per_pair(workload.mode, workload.head_dim, workload.value_width) * pairs)
-
-
-def flops_per_pair(mode: Mode, head_dim: int, value_dim: int) -> int:
-    """FLOPs of one (query, key) pair of one head."""
-    with_keys, with_values = PRODUCTS[mode]
-    return 2 * (with_keys * head_dim + with_values * value_dim)
 
 
 def tensor_bytes(workload: Workload) -> dict[str, int]:

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import attention, dilated_attention
+from dilabench.contracts import BuildContext
+from dilabench.engine.verify.oracle.formula import attend_rows
+from dilabench.impls.flex import flex
 from dilabench.kernels.cpu import flash
 from dilabench.patterns import WindowSinkPattern
+from dilabench.workload.spec import Workload
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 # rows, keys, H, K, D, Dv
@@ -170,3 +174,22 @@ def test_patterns_refuse_values_of_another_width() -> None:
         dilated_attention(q, k, v, segment_lengths=(8,), dilation_rates=(1,))
     with pytest.raises(ValueError, match="equal but for its last dim"):
         attention(q, k, v[:, 1:])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"kind": "dense"},
+        {"kind": "dilated", "segment_lengths": (32, 96), "dilation_rates": (1, 2)},
+        {"kind": "window_sink", "sinks": 2, "window_size": 16},
+    ],
+    ids=lambda pattern: pattern["kind"],
+)
+def test_flex_caps_scores_of_any_pattern_before_counts(pattern: dict[str, Any]) -> None:
+    shape = {"batch_size": 1, "seq_len": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 32}
+    workload = Workload.model_validate({"pattern": pattern, **shape, "softcap": 0.7})
+    q, k, v = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16), torch.randn(1, 96, 2, 32)
+    out = flex.build(workload, BuildContext(device=torch.device("cpu")))(q, k, v)
+    expected, _ = attend_rows(q, k, v, workload, torch.arange(96))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -24,7 +24,7 @@ from dilabench.impls.block_sparse.planned import (
     kernels_for,
     require_whole_plan,
 )
-from dilabench.impls.one_operator import outside_compilers
+from dilabench.impls.operator_rules import outside_compilers
 from dilabench.kernels.block_sparse.plan import BoundedPlan, Plan
 from dilabench.kernels.block_sparse.selected import SelectedPlan, select_blocks
 from dilabench.patterns.selectors import SELECTORS, STAND_IN_DIM, stand_ins

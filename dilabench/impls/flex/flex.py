@@ -49,7 +49,7 @@ def over_counts(workload: Workload, context: BuildContext, count_of: Callable[[C
     count = count_of(blocks)
     return Flex(
         _block_mask(blocks, workload, _visible(workload, count if blocks.has_holes else None), context.device),
-        _with_log(count) if blocks.counts_twice else None,
+        _score(workload.softcap, count if blocks.counts_twice else None),
         workload.softmax_scale,
         options,
         _compiled(_attend, context.device),
@@ -159,11 +159,19 @@ def _visible(workload: Workload, count: Index | None) -> MaskFunction:
     return visible
 
 
-def _with_log(count: Index) -> ScoreFunction:
-    def score(logit: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return logit + torch.log(count(h, i, j).to(torch.float32))
+def _score(softcap: float | None, count: Index | None) -> ScoreFunction | None:
+    """The score function of a softcap, and of keys that count several times; None if there is neither."""
 
-    return score
+    def capped(logit: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+        return logit if softcap is None else softcap * torch.tanh(logit / softcap)
+
+    def with_log(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert count is not None
+        return capped(logit, b, h, i, j) + torch.log(count(h, i, j).to(torch.float32))
+
+    if count is not None:
+        return with_log
+    return None if softcap is None else capped
 
 
 def _block_mask(

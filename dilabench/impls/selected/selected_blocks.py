@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.one_operator import eager, outside_compilers
+from dilabench.impls.one_operator import eager
+from dilabench.impls.operator_rules import outside_compilers
 from dilabench.impls.selected import tiles
 from dilabench.impls.selected.gather import Gathered
 from dilabench.impls.selected.lists import Listed
