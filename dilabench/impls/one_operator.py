@@ -10,7 +10,7 @@ functionalize writes through the strided views that results are merged into. So 
 import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
