@@ -8,9 +8,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -18,9 +18,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     FailFast,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     create_model,
+    model_serializer,
 )
 from pydantic_core import PydanticCustomError, from_json
 
@@ -64,6 +66,17 @@ class Model(BaseModel):
     """Base of all data that crosses a boundary: frozen, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Extended(Model):
+    """A model that is written without those of its `later` fields that are None, as before these existed."""
+
+    later: ClassVar[Collection[str]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        return {name: value for name, value in written.items() if value is not None or name not in self.later}
 
 
 def validated(model: type[ModelT], fields: Any) -> ModelT:

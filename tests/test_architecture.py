@@ -40,7 +40,7 @@ LIBRARY = {
 }
 SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "retired"}
 NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
-MOST_LOADED_MODULES = 60
+MOST_LOADED_MODULES = 61
 MOST_FILES_OF_A_FIRST_CALL = 30
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}

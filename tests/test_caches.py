@@ -42,7 +42,6 @@ CACHES = {
     # Backends.
     "backends/adapt.py:_call": Cache(256, "the arguments of a backend's kernel, read in every call"),
     "backends/flash_cpu.py:_mask": Cache(256, "the mask of a C++ call, read in every call"),
-    "backends/flex.py:capped_score": Cache(64, "one function for a cap, by which torch keeps what it compiled"),
     "backends/flex.py:_compiled": Cache(64, "compiled kernels: compilation takes seconds"),
     "backends/flex.py:_block_mask": Cache(32, "block lists on the device"),
     "backends/flex.py:_packed_mask": Cache(2, "block lists of a packing, up to 1 GiB each"),

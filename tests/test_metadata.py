@@ -76,7 +76,7 @@ def test_values_are_read_as_their_type(make_row):
 @pytest.mark.parametrize(
     ("note", "text"),
     [
-        (LAUNCH_BOUND.note("m", observed=353_000, threshold=268_000), "m (seen 353 µs, limit 268 µs)"),
+        (LAUNCH_BOUND.note("m", observed=353_000, threshold=268_000), "m (host 353 µs, GPU 268 µs)"),
         (FEW_SAMPLES.note("m", observed=5, threshold=20, hint="h"), "m (seen 5, limit 20); h"),
         (NOTES["no_flush"].note("m", observed=2**30), "m (seen 1.0 GiB)"),
         (NOTES["interference"].note("m", observed=-0.037, threshold=0.03), "m (seen -3.7%, limit 3.0%)"),

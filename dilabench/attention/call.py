@@ -23,13 +23,12 @@ from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
 from dilabench.contracts import Attend, Packings
 from dilabench.errors import ConfigError
-from dilabench.impls.call import AnyPattern, Call, OwnBackend, fields_of, name_of_function
+from dilabench.impls.call import AnyPattern, Call, Computation, OwnBackend, fields_of, name_of_function
 from dilabench.impls.last_rows import BySequence, Run
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     ON_ONE_DEVICE,
     PLAIN,
-    Computation,
     as_one_operator,
     eager,
     is_plain_eager_call,

@@ -18,10 +18,9 @@ from dilabench.attention.sequences import kinds_of, spans_of
 from dilabench.choice.computation import implementation_of
 from dilabench.errors import ConfigError
 from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns
-from dilabench.impls.call import AnyPattern, Call, PatternFields, pattern_of
+from dilabench.impls.call import AnyPattern, Call, Computation, PatternFields, pattern_of
 from dilabench.impls.last_rows import BySequence, InSquare, Run
 from dilabench.impls.no_pairs import NOTHING_SEEN
-from dilabench.impls.one_operator import Computation
 from dilabench.impls.operator_rules import materialised
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selection import Selection

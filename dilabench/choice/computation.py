@@ -15,9 +15,8 @@ from dilabench.choice.rules import Choice, by_priority, choose, nothing_computes
 from dilabench.choice.ways import Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
-from dilabench.impls.call import OwnBackend, function_of
+from dilabench.impls.call import Computation, OwnBackend, function_of
 from dilabench.impls.last_rows import InSquare
-from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload
 

@@ -112,7 +112,7 @@ class Capabilities:
     last_rows: bool = False
     """Whether it takes fewer queries than keys, the last rows of the square."""
     square: bool = True
-    """Whether it takes a query at every position; suites include one that does not only over fewer queries."""
+    """Whether it takes a query at every position; without, suites include it over fewer queries only."""
     value_dim: bool = False
     """Whether it takes values of another width than keys."""
     softcap: bool = False
@@ -169,7 +169,7 @@ class Capabilities:
         if workload.query_len is not None and not self.last_rows:
             yield f"query_len {workload.query_len} below seq_len {workload.seq_len} is not supported"
         if workload.query_len is None and not self.square:
-            yield "a query at every position is not supported; give fewer by query_len"
+            yield "a query at every position is not supported"
         if not self.gqa and workload.num_kv_heads != workload.num_heads:
             yield f"num_kv_heads {workload.num_kv_heads} below num_heads {workload.num_heads} is not supported"
         if workload.value_dim is not None and not self.value_dim:
@@ -180,7 +180,7 @@ class Capabilities:
             yield f"head_dim {workload.head_dim} is not a multiple of {self.head_dim_multiple}"
         if self.max_head_dim is not None and workload.head_dim > self.max_head_dim:
             yield f"head_dim {workload.head_dim} is above {self.max_head_dim}"
-        elif self.max_head_dim is not None and workload.value_width > self.max_head_dim:
+        elif workload.value_width > (self.max_head_dim or workload.value_width):
             yield f"value_dim {workload.value_dim} is above {self.max_head_dim}"
         if self.max_world_size is not None and world_size > self.max_world_size:
             yield f"runs on {self.max_world_size} device, not on {world_size}"
@@ -404,16 +404,12 @@ def _unmet_package(name: str, version: str | None, find_module: FindModule) -> s
             return f"module {cause.name} is not installed"
         why = error.why if isinstance(error, PluginError) and not isinstance(cause, ImportError) else cause
         return f"module {name} is broken: {why}"
-    if spec is None:
-        return f"module {name} is not installed"
-    if version is None:
-        return None
+    if spec is None or version is None:
+        return None if spec else f"module {name} is not installed"
     installed = installed_version(name.partition(".")[0])
     if installed is None:
         return f"module {name} has no version, {version} or newer is needed"
-    if is_older(installed, version):
-        return f"needs {name} {version} or newer, have {installed}"
-    return None
+    return f"needs {name} {version} or newer, have {installed}" if is_older(installed, version) else None
 
 
 def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
+from dilabench.distributed.groups import DEFAULT_TIMEOUT_S
+from dilabench.distributed.world import World
 from dilabench.errors import EnvironmentNotReady
 
 OVER_TCP = "tcp://"

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
-from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.calls import Calls, calls_of
+from dilabench.distributed.groups import DEFAULT_TIMEOUT_S, control_of, timeout_of
 from dilabench.distributed.transport.copies import Copies
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
-DEFAULT_TIMEOUT_S = 120.0
 NOT_NUMBERED = contextlib.nullcontext()
 
 
@@ -207,10 +206,10 @@ class World:
         device, control = torch.device("cpu"), group
         if cuda and group is not None:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-            control = _control_of(group)
+            control = control_of(group)
         rank, size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
         calls = calls_of(control, rank, size) if control is not None and size > 1 else None
-        return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name, calls=calls)
+        return cls(rank, size, device, group, control, timeout_s=timeout_of(group), transport=name, calls=calls)
 
     def on(self, device: torch.device) -> World:
         """The same ranks for tensors on a device, with the transport of their group there. All ranks call it.
@@ -405,44 +404,6 @@ class World:
             self.send_recv({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
         self.barrier()
         self.traffic.clear()
-
-
-# The gloo group of each NCCL group, cached because a new one creates threads and files.
-_controls: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _control_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group of the same ranks, made once and ended with the group. All ranks of the group call it."""
-    control = _controls.get(group)
-    # Destroying all groups destroys this one, too, while other code may still reference the group.
-    if control is None or not _is_alive(control):
-        ranks = dist.get_process_group_ranks(group)
-        timeout = timedelta(seconds=_timeout_s(group))
-        control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        _controls[group] = control
-        finalize(group, _end, control).atexit = False
-    return control
-
-
-def _timeout_s(group: dist.ProcessGroup | None) -> float:
-    """The seconds after which a group's waits end, the default if this version of torch does not tell."""
-    devices = getattr(group, "_device_types", ())
-    options = (getattr(group._get_backend(device), "options", None) for device in devices) if group else ()
-    known = (getattr(option, "_timeout", None) for option in options)
-    return next((timeout.total_seconds() for timeout in known if timeout is not None), DEFAULT_TIMEOUT_S)
-
-
-def _is_alive(group: dist.ProcessGroup) -> bool:
-    try:
-        return dist.get_rank(group) >= 0
-    except (ValueError, RuntimeError):
-        return False
-
-
-def _end(group: dist.ProcessGroup) -> None:
-    """End a group unless it was ended with all others."""
-    with contextlib.suppress(AssertionError, ValueError, RuntimeError):
-        dist.destroy_process_group(group)
 
 
 def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The options of one call of attention, as a key of computations and as the text in which operators pass them on."""
+"""The options of one call of attention, as a key of computations and as text for operators, and what computes it."""
 
 import ast
 import json
@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import MethodType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
@@ -238,3 +239,41 @@ def read_call(text: str) -> Call:
     """The call that `written` gives as a text, made once for each. Raises ValueError."""
     of_pattern, *options = ast.literal_eval(text)
     return Call(_pattern_from(*of_pattern), *options)
+
+
+@runtime_checkable
+class Computation(Protocol):
+    """Attention outside autograd; the backward pass needs only out and lse of the forward pass.
+
+    `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
+    last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
+    `backward`; and `differentiable`, out and lse that torch itself differentiates, or None for tensors of which it
+    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out; `forward` then also
+    takes a sink, and `summed` adds up the gradients that ranks have for it.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class CallFinder(Protocol):
+    """The computations of calls and the work of these, as operators look them up."""
+
+    def _computation_for(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        indices: Tensor | None,
+        bounds: Tensor | None,
+        key_bounds: Tensor | None,
+    ) -> Computation:
+        """The computation for tensors like these. indices: selected blocks; bounds, key_bounds: `Call.cu_seqlens` and
+        `Call.key_bounds` as tensors.
+        """
+
+    def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
+        """(query, key) pairs that a call of these shapes attends to, over batch and heads."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, LoadedBackend
-from dilabench.impls.one_operator import AttentionComputation, Computation
+from dilabench.impls.call import Computation
+from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.operator_rules import empty_results
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import UNBOUNDED, Window

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns, require_whole_plan
-from dilabench.impls.one_operator import Computation
+from dilabench.impls.call import Computation
 from dilabench.impls.operator_rules import first_derivatives, outside_compilers
 from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilabench.impls.one_operator import Computation, eager
+from dilabench.impls.call import Computation
+from dilabench.impls.one_operator import eager
 from dilabench.impls.operator_rules import contiguous_like, empty_results
 
 

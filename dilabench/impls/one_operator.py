@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from dilabench.impls.call import Call, PatternFields, name_of_function, read_call, written
+from dilabench.impls.call import Call, CallFinder, Computation, PatternFields, name_of_function, read_call, written
 from dilabench.impls.null_mass import with_lse_gradient, with_sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
@@ -42,46 +42,6 @@ from dilabench.impls.operator_rules import (
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
-
-
-@runtime_checkable
-class Computation(Protocol):
-    """Attention outside autograd; the backward pass needs only out and lse of the forward pass.
-
-    `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
-    last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
-    `backward`; and `differentiable`, out and lse that torch itself differentiates, or None for tensors of which it
-    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out; `forward` then also
-    takes a sink, and `summed` adds up the gradients that ranks have for it.
-    """
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class CallFinder(Protocol):
-    """The computations of calls and the work of these, as operators look them up."""
-
-    def _computation_for(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: Call,
-        indices: Tensor | None,
-        bounds: Tensor | None,
-        key_bounds: Tensor | None,
-    ) -> Computation:
-        """The computation for tensors like these. indices: selected blocks; bounds, key_bounds: `Call.cu_seqlens` and
-        `Call.key_bounds` as tensors.
-        """
-        ...
-
-    def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
-        """(query, key) pairs that a call of these shapes attends to, over batch and heads."""
-        ...
 
 
 # An operator takes tensors and numbers, so that what computes goes by its number.

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
+from dilabench.impls.call import Computation
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import AttentionComputation, Computation
+from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows, varlen_arguments
 from dilabench.kernels.lse import has_kernel

@@ -8,17 +8,15 @@ The function that a workload names is written down in docs/explanation/semantics
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -34,7 +32,7 @@ from dilabench.patterns.registry import (
     with_present_names,
 )
 from dilabench.units import counted, format_count
-from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
+from dilabench.validation import READ_COUNT, Extended, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
 from dilabench.workload.model import ModelShape, with_heads
 from dilabench.workload.work import flops_per_pair
@@ -77,31 +75,22 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
     return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
 
 
-# Fields, and those that they equal by default.
+# Fields that are written only if they are given, and those that they equal by default.
 _ADDED = {"query_len": "seq_len", "value_dim": "head_dim", "softcap": "", "model": ""}
 
 
-class _Shaped(Model):
-    """A model that is written without fields of `_ADDED` that are None, as before these existed."""
-
-    @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = handler(self)
-        return {name: value for name, value in written.items() if value is not None or name not in _ADDED}
-
-
-class Workload(_Shaped):
+class Workload(Extended):
     """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`.
 
     `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
     keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
     `value_dim`: channels of values and out, None for `head_dim`. `softcap` c: scores s become c·tanh(s/c), after the
     scale and before masks.
-
     `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
     losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
     """
 
+    later: ClassVar = _ADDED
     pattern: AnyPattern
     batch_size: int = Field(ge=1, le=2**24)
     seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
@@ -342,7 +331,7 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     return {"q": query, "k": key, "v": value, "out": out, "lse": lse}
 
 
-class WorkloadRequest(_Shaped):
+class WorkloadRequest(Extended):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
     Presets, TOML files, `--set` and the short options all fill this one model. It also takes the fields of every
@@ -353,6 +342,7 @@ class WorkloadRequest(_Shaped):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
+    later: ClassVar = _ADDED
     pattern: str = DEFAULT_PATTERN
     batch_size: Annotated[int | Literal["auto"], READ_COUNT] = "auto"
     seq_len: Size = 8192

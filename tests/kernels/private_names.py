@@ -12,6 +12,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._C.TensorBase": "verification: whether a call changed it",
     "torch._C._are_functorch_transforms_active": "a call under torch.func becomes an operator",
     "torch._C._autograd._profiler_enabled": "parts of a computation are named in a profile",
+    "torch._C._cuda_getCurrentRawStream": "the stream of a launch, without an object for it",
     "torch._C._disabled_torch_function_impl": "models: a mask that becomes a tensor when it is touched",
     "torch._C._distributed_c10d.FileStore": "ranks meet",
     "torch._C._distributed_c10d.PrefixStore": "ranks meet",
@@ -85,6 +86,7 @@ UNDOCUMENTED: Mapping[str, str] = {
 # Only in builds for CUDA.
 ON_CUDA = frozenset(
     {
+        "torch._C._cuda_getCurrentRawStream",
         "torch.cuda._sleep",
         "triton.runtime.driver.active.get_current_stream",
     }

@@ -36,6 +36,8 @@ NOT_TORCHS = {
     # Of threads and their pools.
     *("_current_frames", "_threads_queues", "_worker", "_WorkItem"),
     *("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+    # Of transformers.
+    "_attn_implementation",
 }
 
 

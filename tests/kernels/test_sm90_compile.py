@@ -593,28 +593,15 @@ def all_have_read_what_the_last_write_changes(ptx: str) -> bool:
 )
 @pytest.mark.parametrize("kernel", [combine._sum_kernel, combine._combine_kernel], ids=["sum", "softmax"])
 def test_kernels_of_four_parts_read_and_write_sixteen_bytes_at_a_time(kernel, parts: str, result: str) -> None:
-    ints = ("i32",) * 4
-    tile = {"DIM": 128, "ROWS": 16, "COLUMNS": 128}
-    types = {
-        **dict.fromkeys(tile, "constexpr"),
-        **dict.fromkeys(("total_ptr", "out_ptr"), result),
-        "lse_ptr": "*fp32",
-        "parts": (parts,) * 4,
-        "lses": ("*fp32",) * 4,
-        **dict.fromkeys(("total_strides", "out_strides"), ints[:3]),
-        "part_strides": (ints[:3],) * 4,
-        "lse_strides": ("i32", "i32", "constexpr"),
-        **dict.fromkeys(("firsts", "counts"), ints),
-        **dict.fromkeys(("n_rows", "n_heads"), "i32"),
-    }
-    values, attributes = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        for path, kind in leaves(types[name], (place,)):
-            if kind == "constexpr":
-                values[path] = tile.get(name, 1)
-            elif name not in NOT_ALIGNED:
-                attributes[path] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, values, attributes)
+    # Strides are counted in units of 16 bytes.
+    tile = {"DIM": 128, "ROWS": 16, "COLUMNS": 128, "PARTS": 4, "UNIT": 8, "ONTO": False}
+    pointers = {"total_ptr": result, "lse_ptr": "*fp32"}
+    pointers |= {f"part{i}_ptr": parts for i in range(4)} | {f"lse{i}_ptr": "*fp32" for i in range(4)}
+    types = {name: pointers.get(name, "constexpr" if name in tile else "i32") for name in kernel.arg_names}
+    values = {(place,): tile[name] for place, name in enumerate(kernel.arg_names) if name in tile}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(place,): aligned for place, name in enumerate(kernel.arg_names) if name in pointers}
+    source = ASTSource(kernel, types, values, attributes)
     built, report = assembled(source, {"num_warps": 4})
     ptx = built.asm["ptx"]
     # A tile is 16 * 128 elements for 128 threads.
@@ -622,13 +609,6 @@ def test_kernels_of_four_parts_read_and_write_sixteen_bytes_at_a_time(kernel, pa
         vectors = len(re.findall(rf"\b{access}\.global\.\S*v4\.b32", ptx))
         assert vectors == tiles * (2 if kind == "*bf16" else 4)
     assert "0 bytes spill stores" in report
-
-
-def leaves(types, path):
-    """Each single argument of nested tuples, with its path."""
-    if isinstance(types, str):
-        return [(path, types)]
-    return [leaf for place, inner in enumerate(types) for leaf in leaves(inner, (*path, place))]
 
 
 # Bytes parked outside of the loops, by head dim.

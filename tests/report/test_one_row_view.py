@@ -218,7 +218,7 @@ FINDINGS = (
     "h200-block-sparse-backward",
     "h200-field-two-gpus",
     "h200-range-ragged",
-    "h200-ring-four-gpus",
+    "h200-two-gpus",
 )
 TIMES = {"time", "median", "median of ours", "total", "best"}
 SIZES = {"memory", "peak memory"}

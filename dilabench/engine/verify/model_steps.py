@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes, result_form
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import SecondSpec
 from dilabench.engine.device.device import device_of
@@ -279,3 +280,14 @@ def step_check(call: PreparedCall, x: Tensor, rows: Sequence[tuple[int, int]], f
     size = max(float(batched.double().std()) * wanted.shape[-1] ** 0.5, 1e-300)
     error = float((found.double() - wanted).norm(dim=-1).max()) / size
     return _check(CheckName.TIMED_OUT, error, WORST_FACTOR * ULPS * eps(x.dtype), of)
+
+
+def kept_step_check(call: PreparedCall, kept: KeptCall, of: str) -> Check:
+    """Rows of a model's result, from all embeddings as they were."""
+    assert kept.count is not None
+    x = kept.inputs.q.detach()
+    batched = x if call.row_dim else x[None]
+    items = [kept.inputs.changes.earlier(0, batched[:, :, None], kept.count, item, 0) for item in range(len(batched))]
+    copies = {(row.batch, row.position): row.copies[0] for row in kept.rows}
+    found = torch.stack([copy for copy in copies.values() if copy is not None])
+    return step_check(call, torch.stack(items).view_as(x), [*copies], found, of)

@@ -23,7 +23,7 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
-from dilabench.engine.verify.model_steps import step_check
+from dilabench.engine.verify.model_steps import kept_step_check
 from dilabench.engine.verify.oracle.blocks import blocks, blocks_cached, only_heads
 from dilabench.engine.verify.oracle.formula import attend_rows
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
@@ -190,7 +190,7 @@ def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
             elif whole:
                 yield from _key_checks(past, row, tolerances, of)
     elif whole and call.spec.takes == "model":
-        yield _kept_step_check(call, kept, of)
+        yield kept_step_check(call, kept, of)
     elif whole and call.world is None:
         yield _kept_embeddings_check(call, kept, tolerances, of)
 
@@ -423,17 +423,6 @@ def _of_head(
     axes = (("batch", torch.tensor([row.batch])), (place, torch.tensor([position])), ("dim", None))
     check = compare(CheckName(f"timed_{name}"), actual[None, None], Expected(value, size, tolerance), axes, of)
     return check if check.where is None else check.model_copy(update={"where": f"{check.where}, head {row.head}"})
-
-
-def _kept_step_check(call: PreparedCall, kept: KeptCall, of: str) -> Check:
-    """Rows of a model's result, from all embeddings as they were."""
-    assert kept.count is not None
-    x = kept.inputs.q.detach()
-    batched = x if call.row_dim else x[None]
-    items = [kept.inputs.changes.earlier(0, batched[:, :, None], kept.count, item, 0) for item in range(len(batched))]
-    copies = {(row.batch, row.position): row.copies[0] for row in kept.rows}
-    found = torch.stack([copy for copy in copies.values() if copy is not None])
-    return step_check(call, torch.stack(items).view_as(x), [*copies], found, of)
 
 
 def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], of: str) -> Check:

@@ -18,7 +18,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import Work, World
-from dilabench.impls.one_operator import Computation
+from dilabench.impls.call import Computation
 from dilabench.impls.packed import InTiles, in_one_launch, in_tiles
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import Local, ShardedAttention
