@@ -29,7 +29,6 @@ Kinds = tuple[Kind, Kind, Kind]
 FEW_TOKENS, MANY_HEADS = 64, 256
 _DTYPES = {getattr(torch, name): name for name in get_args(DType)}
 
-
 _MadeT = TypeVar("_MadeT")
 
 
@@ -128,7 +127,9 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         )
     B, _, _, D = query
     if not D or not value[3]:
-        raise ValueError(f"query {tuple(query)} or value {tuple(value)} has a head dim of 0; give at least one channel")
+        raise ValueError(
+            f"query {tuple(query)} or value {tuple(value)} has a head dim of 0; give [B, N, H, D] with D at least 1"
+        )
     if (key[0], key[3]) != (B, D):
         raise ValueError(
             f"key {tuple(key)} must agree with query {tuple(query)} in batch and head dim; give [B, N, K, D] and "

@@ -86,7 +86,7 @@ def eager(patch: pytest.MonkeyPatch) -> None:
     """torch's uncompiled form, which has a backward on a CPU but refuses to be asked for it."""
     patch.setattr(library, "_validate_device", lambda *_: None)
     patch.setattr(library, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
-    patch.setattr(flex, "_compiled", lambda *_key: flex._call)
+    patch.setattr(flex, "_compiled", lambda *_key: (flex._call, None))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
