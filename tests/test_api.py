@@ -19,6 +19,7 @@ from dilabench.report.content import headline
 from dilabench.report.findings import sections_of
 from dilabench.request import BY_SET, run_request
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
@@ -188,7 +189,7 @@ def wrong(q, k, v):
 """
 
 
-@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+@pytest.mark.parametrize("guard", [slow('if __name__ == "__main__":'), "if True:"])
 def test_functions_are_implementations(tmp_path, guard):
     """Also of the script itself, which the workers import; without a guard its rows say what to do."""
     (tmp_path / "mine.py").write_text(MODULE)
@@ -288,11 +289,13 @@ def test_a_process_that_may_start_none_is_told_so(tmp_path, method):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_program_without_standard_streams_measures(tmp_path):
     code = "sys.stdout = sys.stderr = None\nopen('results', 'w').write(json.dumps(measured()))"
     assert results_of(code, tmp_path) == [["measured"]]
 
 
+@pytest.mark.slow
 def test_a_fork_measures_beside_its_parent(tmp_path):
     """Before and after the other has: neither ends the other's server of workers."""
     code = """

@@ -20,6 +20,7 @@ import dilabench
 from dilabench.attention import attention, block_sparse_attention, dilated_attention
 from dilabench.kernels.cpu import flash
 from dilabench.patterns import ColumnBoundsPattern, SelectedBlocksPattern, WindowSinkPattern
+from tests.conftest import slow
 
 HOME = os.path.dirname(dilabench.__file__) + os.sep
 # Code of functions, and of no module or class body.
@@ -94,7 +95,7 @@ MOST_FILES = dict.fromkeys(CALLS, 24) | {"dilated": 30, "window_sink": 25, "colu
 
 
 @pytest.mark.skipif(not flash.serves(torch.float32), reason="needs a C++ compiler, none works here")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name if name in ("dense", "dilated") else slow(name) for name in CALLS])
 def test_a_first_call_on_a_cpu(name: str) -> None:
     found = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True).stdout.split()
     assert 0 < len(found) <= MOST_FILES[name], found

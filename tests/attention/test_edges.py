@@ -37,6 +37,7 @@ from dilabench.backends import math as math_backend
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
 from dilabench.patterns import TopKBlocksPattern
 from tests.attention.every_pattern import BOUNDS, CASES, SPANS, Case, N
+from tests.conftest import slow
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -534,7 +535,7 @@ print(wrong)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", slow("float32"), "bfloat16", slow("float16")])
 def test_a_first_call_inside_a_trace_gives_every_bit(dtype: str) -> None:
     """Modules are imported while torch traces, and constants keep their precision."""
     root = Path(__file__).parents[2]

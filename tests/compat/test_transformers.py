@@ -20,6 +20,7 @@ from dilabench.patterns import (  # noqa: E402
     WindowSinkPattern,
 )
 from dilabench.patterns.pattern import Pattern  # noqa: E402
+from tests.conftest import slow  # noqa: E402
 
 LONGNET = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
 SIZES = {
@@ -383,7 +384,7 @@ def test_a_fallback_is_an_error_if_that_is_wanted(monkeypatch: pytest.MonkeyPatc
         ours(_ids())
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, slow(True)])
 def test_a_fallback_of_a_compiled_model_is_said(
     strict: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         assert reason in text
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_sinks_and_their_summed_gradients_are_those_of_one_device(launch, ranks):
     import library_cases
 

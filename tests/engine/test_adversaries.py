@@ -53,6 +53,7 @@ def test_right_last_rows_have_a_time(outcome, queries):
     assert all(row < queries for _, _, row, _ in found.verification.timed_rows)
 
 
+@pytest.mark.slow
 def test_a_right_first_call_has_a_time(outcome):
     found = outcome("honest", timing="first_call", mode="both")
     assert isinstance(found, Measured), found.why

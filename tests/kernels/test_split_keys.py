@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from dilabench.kernels.split_keys import KeyBranches, _split_kernel, split_for, tile_for
 from dilabench.patterns.answers import StridedSegments
+from tests.conftest import slow
 from tests.kernels.test_sm90_compile import assembled
 
 # What Triton reads as integers lies anywhere, what it is given as tensors at a multiple of 16 bytes.
@@ -22,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=[slow("float16") if dtype == "float16" else dtype for dtype in DTYPES])
 def errors(
     request: pytest.FixtureRequest, interpreted: Callable[..., dict[str, list[float]]]
 ) -> dict[str, list[float]]:

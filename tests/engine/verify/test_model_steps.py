@@ -11,6 +11,7 @@ from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.plugins.builtin.models import ITSELF, MODEL_STEPS
 from dilabench.record import Case
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 pytestmark = pytest.mark.needs_extra("transformers")
 
@@ -69,7 +70,7 @@ def test_windows_of_the_models_own_layers_are_right():
     assert verification.passed, why
 
 
-@pytest.mark.parametrize("fields", [{}, PACKED], ids=str)
+@pytest.mark.parametrize("fields", [slow({}), PACKED], ids=str)
 def test_a_pattern_is_compared_with_its_counts(fields):
     dilated = {"pattern": "dilated", "segment_lengths": (32, 128), "dilation_rates": (1, 2)}
     verification, why = verified(target_of("dilabench-model"), **dilated, **fields)

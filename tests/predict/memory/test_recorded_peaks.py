@@ -158,6 +158,7 @@ def test_cudnn_with_shared_keys_expands_their_gradients(implementation, peak_mib
     assert plan.peak_bytes / 2**20 == pytest.approx(peak_mib, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_records_are_there_for_every_dense_kernel_and_for_algorithms_over_ranks():
     found = set()
     for _, case, _ in ON_CUDA:
