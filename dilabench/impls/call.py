@@ -241,6 +241,15 @@ def read_call(text: str) -> Call:
     return Call(_pattern_from(*of_pattern), *options)
 
 
+def has_constant_lse(asked: str) -> bool:
+    """Whether lse of a call that is written so, or of none, carries no gradient."""
+    return bool(asked) and read_call(asked).has_constant_lse
+
+
+# A compiler cannot trace how a text is read.
+has_constant_lse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @runtime_checkable
 class Computation(Protocol):
     """Attention outside autograd; the backward pass needs only out and lse of the forward pass.

@@ -19,7 +19,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from dilabench.impls.call import Call, CallFinder, Computation, PatternFields, name_of_function, read_call, written
+from dilabench.impls.call import (
+    Call,
+    CallFinder,
+    Computation,
+    PatternFields,
+    has_constant_lse,
+    name_of_function,
+    read_call,
+    written,
+)
 from dilabench.impls.null_mass import with_lse_gradient, with_sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
@@ -369,7 +378,7 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         query, key, value, sink, *read, ctx.number, ctx.asked = inputs
         ctx.save_for_backward(query, key, value, *output, *read, sink)
-        if ctx.asked and read_call(ctx.asked).has_constant_lse:
+        if has_constant_lse(ctx.asked):
             ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 

@@ -106,7 +106,7 @@ def _pattern_facts(catalogue: Catalogue, kind: PatternKind) -> Facts:
     able = (
         implementation.name
         for implementation in catalogue.implementations
-        if implementation.supports.patterns & {kind.name, *ANY_PATTERN}
+        if implementation.supports.patterns & {kind.name, *ANY_PATTERN} and implementation.takes != "model"
     )
     yield "computed by", ", ".join(able)
 

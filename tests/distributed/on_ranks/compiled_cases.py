@@ -107,12 +107,12 @@ def checked(_world):
     """torch's own checks of the operators, and whether bytes were kept."""
     shards = sequence_shards(24)
     tensors = [torch.randn(2, 12, 4, 6, requires_grad=True) for _ in range(3)]
-    options = ("?kind=dense", [], [], True, [-1, -1], None, [], 0, False, "auto", "auto", [])
+    options = ("?kind=dense", [], [], True, [-1, -1], None, [], 0, False, "auto", "auto", [], None)
     torch.library.opcheck(one_operator._attention_op, (*tensors, None, None, None, None, shards._number, *options))
     detached, found_by = [x.detach() for x in tensors], (shards._number, written(*options))
     torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, *found_by))
     out, lse, kept = one_operator._forward_op(*detached, None, None, None, None, *found_by)
-    given = (torch.ones_like(out), *detached, out, lse, kept, None, None, None, *found_by)
+    given = (torch.ones_like(out), None, *detached, out, lse, kept, None, None, None, *found_by)
     torch.library.opcheck(one_operator._backward_op, given)
     return len(kept) > 0
 
