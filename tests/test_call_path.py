@@ -20,7 +20,6 @@ import dilabench
 from dilabench.attention import attention, block_sparse_attention, dilated_attention
 from dilabench.kernels.cpu import flash
 from dilabench.patterns import ColumnBoundsPattern, SelectedBlocksPattern, WindowSinkPattern
-from tests.conftest import slow
 
 HOME = os.path.dirname(dilabench.__file__) + os.sep
 # Code of functions, and of no module or class body.
@@ -90,12 +89,15 @@ def test_a_repeated_call_on_a_cpu(call: Call) -> None:
     assert len(found) <= 28, found
 
 
+QUICK = ("dense", "dilated")
 # Branches of a dilated pattern are cut into views by six files of their own, patterns over blocks have plans.
 MOST_FILES = dict.fromkeys(CALLS, 24) | {"dilated": 30, "window_sink": 25, "column_bounds": 25, "block_sparse": 25}
 
 
 @pytest.mark.skipif(not flash.serves(torch.float32), reason="needs a C++ compiler, none works here")
-@pytest.mark.parametrize("name", [name if name in ("dense", "dilated") else slow(name) for name in CALLS])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+)
 def test_a_first_call_on_a_cpu(name: str) -> None:
     found = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True).stdout.split()
     assert 0 < len(found) <= MOST_FILES[name], found
