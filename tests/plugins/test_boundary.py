@@ -186,6 +186,7 @@ def test_a_signal_ends_a_command_that_a_plugin_keeps_after_its_answer(
     assert process.wait(WAIT_S) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_does_not_wait_for_what_a_plugin_keeps(
     staying: Callable[[str], subprocess.Popen[str]],
 ) -> None:
