@@ -74,8 +74,9 @@ class Steps:
     without: RowView | None
 
     def share(self, view: RowView) -> float | None:
-        """The share of a step that is attention; None without the row without attention."""
-        return None if self.without is None else max(0.0, 1 - self.without.median_ns / view.median_ns)
+        """The share of a step that is attention; None if no row without attention is faster: launches are the limit."""
+        without = self.without.median_ns if self.without else view.median_ns
+        return None if without >= view.median_ns else 1 - without / view.median_ns
 
     @property
     def plain(self) -> RowView | None:

@@ -126,7 +126,12 @@ def test_a_model_stays_the_same_in_a_record(catalogue):
 
 
 @pytest.fixture
-def record(catalogue, make_row, make_record):
+def without_attention_ns():
+    return 20e6
+
+
+@pytest.fixture
+def record(catalogue, make_row, make_record, without_attention_ns):
     """Steps of 100 ms with SDPA, 40 ms with dilabench, and 20 ms without attention."""
     workload = workload_request(catalogue, "llama_400m", {"seq_len": 32768}).resolve("float32")
 
@@ -137,7 +142,7 @@ def record(catalogue, make_row, make_record):
     rows = [
         row("sdpa-model", 100e6, "plain"),
         row("dilabench-model", 40e6),
-        row("identity-model", 20e6, "yardstick", window=ITSELF),
+        row("identity-model", without_attention_ns, "yardstick", window=ITSELF),
     ]
     return make_record(rows, suite="model")
 
@@ -155,6 +160,13 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
     rest, attention = (bars.values for bars in plot.bars)
     assert rest == pytest.approx((20, 20), rel=0.01)
     assert attention == pytest.approx((80, 20), rel=0.01)
+
+
+@pytest.mark.parametrize("without_attention_ns", [101e6])
+def test_where_launches_are_the_limit_no_share_is_shown(record):
+    (section,) = analyse(record)
+    assert section.sentence == "llama_400m at 32K: `dilabench-model` makes a step 2.5 times as fast as `sdpa-model`."
+    assert {row[section.columns.index("of it attention")] for row in section.rows} == {ABSENT}
 
 
 def test_no_rate_of_attention_alone_is_shown_of_a_step(record):
