@@ -446,3 +446,15 @@ def calls_of():
         return count
 
     return count_calls
+
+
+@pytest.fixture
+def compiled_kernels():
+    """The names of the Triton kernels that are compiled, as they are."""
+    import triton
+
+    names = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: names.append(str(about.get("fn")))
+    yield names
+    triton.knobs.runtime.jit_post_compile_hook = before

@@ -180,9 +180,9 @@ def attend_there(
     query, key, value = tensors
     operands.check_are_tensors(query=query, key=key, value=value)
     operands.check_operands(query.shape, key.shape, value.shape)
-    for other in ("cu_seqlens", "max_seqlen", "cu_seqlens_k", "key_lengths", "indices"):
-        if options.get(other) is not None:
-            raise ValueError(f"{other} with key_padding or query_padding: one says which tokens there are; give one")
+    for option in ("cu_seqlens", "max_seqlen", "cu_seqlens_k", "key_lengths", "indices"):
+        if options.get(option) is not None:
+            raise ValueError(f"{option} with key_padding or query_padding: one says which tokens there are; give one")
     (batch, rows), keys = query.shape[:2], key.shape[1]
     has_distances = tuple(options["window"]) != UNBOUNDED or pattern != DENSE
     has_places = has_distances or bool(options["causal"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 if TYPE_CHECKING:
     from dilabench.patterns.pattern import KeyGroup, Positions
@@ -65,3 +65,8 @@ def edges(workload: Workload) -> Positions:
     ]
     positions: Positions = np.unique(np.concatenate([starts, *inside]))
     return positions[1:]
+
+
+def hides_nothing(workload: Workload) -> bool:
+    """Whether every query sees all keys of its sequence, but for those that a causal mask hides."""
+    return workload.is_dense and workload.window == UNBOUNDED

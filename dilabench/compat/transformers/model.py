@@ -17,8 +17,8 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dense import DENSE
 from dilabench.workload.model import heads_of
-from dilabench.workload.spec import UNBOUNDED, Workload
-from dilabench.workload.visibility import alike_heads
+from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads, hides_nothing
 
 SEED = 0
 NO_ATTENTION = "no_attention"
@@ -71,7 +71,7 @@ class ModelStep(nn.Module):
         """The result for the sequences [B, n, E] that begin at token `start`, each by itself."""
         workload = self._workload
         options: dict[str, Any] = {}
-        if self.model.config._attn_implementation == "eager" and not _is_plain(workload):
+        if self.model.config._attn_implementation == "eager" and not hides_nothing(workload):
             shape = {"batch_size": 1, "seq_len": x.shape[1], "layout": "padded", "cu_seqlens": None}
             options["attention_mask"] = _log_counts(workload.replace(**shape)).to(x.device, x.dtype)
         targets = self.targets[:, start : start + x.shape[1]]
@@ -146,10 +146,6 @@ class _Values(torch.autograd.Function):
         query, key = ctx.saved_tensors
         dvalue = dout.transpose(1, 2).unflatten(1, (key.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), dvalue
-
-
-def _is_plain(workload: Workload) -> bool:
-    return workload.pattern == DENSE and workload.window == UNBOUNDED
 
 
 def _log_counts(workload: Workload) -> Tensor:

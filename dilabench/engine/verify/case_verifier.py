@@ -16,9 +16,10 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.verify.confirmed import Confirmed
-from dilabench.engine.verify.model_steps import ModelSteps, is_plain, short_form
+from dilabench.engine.verify.model_steps import ModelSteps, short_form
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import hides_nothing
 
 # Bytes of the inputs of oracles that are kept while other workloads are verified and timed. Their expected results of a
 # complete sample take about ten times as much.
@@ -64,7 +65,7 @@ class CaseVerifier:
             started = time.perf_counter_ns()
             checks = tuple(self._models.checks(call))
             # Other than dense attention is compared in short.
-            rows = None if is_plain(call.workload) else short_form(call.workload).tokens
+            rows = None if hides_nothing(call.workload) else short_form(call.workload).tokens
             duration = max(0, time.perf_counter_ns() - started)
             verification = Verification(checks=checks, sampled_rows=rows, duration_ns=duration)
             return verification, summary(verification)

@@ -32,7 +32,8 @@ from dilabench.engine.verify.call import Call, Result, form_checks
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.oracle.tolerance import eps
 from dilabench.record import Check, CheckName
-from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import hides_nothing
 
 LAYERS = 2
 # Documents of the short form, of unlike lengths, one of a single token; and the tokens of a padded one.
@@ -78,7 +79,7 @@ class ModelSteps:
         function = Call(built, [*_trained(built).values()])
         yield from self._compared(function, names, short, x, dout, seed, seconds, "short, against eager")
         yield _dependency(own, seconds[0], short, x, self.device)
-        if is_plain(call.workload):
+        if hides_nothing(call.workload):
             function = Call(call.whole, call.parameters)
             x = call.inputs(0).q.detach()
             dout = call.output_gradient() if call.workload.mode != "forward" else None
@@ -123,11 +124,6 @@ class ModelSteps:
         errors = gradient_errors(result.gradients, exact.gradients)
         for name, error, plain in zip(names, errors, exact.plain_gradients, strict=True):
             yield _check(name, error, MEAN_FACTOR * plain + ulps, f"{of}, {NO_GRADIENT}" if error is None else of)
-
-
-def is_plain(workload: Workload) -> bool:
-    """Whether every query sees all keys of its document up to its own, as SDPA computes."""
-    return workload.is_dense and workload.window == UNBOUNDED
 
 
 def short_form(workload: Workload) -> Workload:
@@ -216,7 +212,7 @@ def _exact(
     found = _by_documents(module, workload, x.to(wide), None if dout is None else dout.to(wide))
     module = None
     device_of(device).release_cached()
-    second = seconds[-1] if is_plain(workload) else seconds[0]
+    second = seconds[-1] if hides_nothing(workload) else seconds[0]
     plain = _by_documents(_built(second, workload, device), workload, x, dout)
     errors = () if dout is None else gradient_errors(plain.gradients, found.gradients)
     plain_errors = tuple(0.0 if error is None else error for error in errors)

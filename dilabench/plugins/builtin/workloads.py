@@ -355,59 +355,59 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
+
+def _whole_model(
+    name: str, summary: str, source: str, shape: tuple[int, int, int, int, int], dtype: str = "bfloat16", **sizes: Any
+) -> WorkloadPreset:
+    """A step of a whole model of transformers, around attention of this shape (B, H, K, D, N)."""
+    return _preset(name, summary, shape, dtype=dtype, mode="both", model={"source": source, "name": name, **sizes})
+
+
+TIED = {"tie_word_embeddings": True}
 # Whole models (suite `model`), of random weights.
 MODELS: tuple[WorkloadPreset, ...] = (
-    _preset(
+    _whole_model(
         "llama_tiny",
         "a Llama of two layers, for a CPU",
+        "llama",
         (1, 4, 2, 16, 512),
         dtype="auto",
-        mode="both",
-        model={"source": "llama", "name": "llama_tiny", "layers": 2, "width": 64, "inner": 128, "vocabulary": 512},
+        layers=2,
+        width=64,
+        inner=128,
+        vocabulary=512,
     ),
-    _preset(
+    _whole_model(
         "llama_400m",
         "a Llama of 400 M parameters",
+        "llama",
         (1, 16, 4, 64, 8192),
-        mode="both",
-        model={
-            "source": "llama",
-            "name": "llama_400m",
-            "layers": 24,
-            "width": 1024,
-            "inner": 4096,
-            "vocabulary": 32000,
-        },
+        layers=24,
+        width=1024,
+        inner=4096,
+        vocabulary=32000,
     ),
-    _preset(
+    _whole_model(
         "llama_1b",
         "Llama 3.2 1B",
+        "llama",
         (1, 32, 8, 64, 8192),
-        mode="both",
-        model={
-            "source": "llama",
-            "name": "llama_1b",
-            "layers": 16,
-            "width": 2048,
-            "inner": 8192,
-            "vocabulary": 128256,
-            "options": {"tie_word_embeddings": True},
-        },
+        layers=16,
+        width=2048,
+        inner=8192,
+        vocabulary=128256,
+        options=TIED,
     ),
-    _preset(
+    _whole_model(
         "qwen3_600m",
         "Qwen3 0.6B",
+        "qwen3",
         (1, 16, 8, 128, 8192),
-        mode="both",
-        model={
-            "source": "qwen3",
-            "name": "qwen3_600m",
-            "layers": 28,
-            "width": 1024,
-            "inner": 3072,
-            "vocabulary": 151936,
-            "options": {"tie_word_embeddings": True},
-        },
+        layers=28,
+        width=1024,
+        inner=3072,
+        vocabulary=151936,
+        options=TIED,
     ),
 )
 
