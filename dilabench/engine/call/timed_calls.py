@@ -48,9 +48,9 @@ class TimedCalls:
 
     At a random sample of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they
     stay normally distributed and cost one pass over memory. Of a sample of `batch` calls, each on an input set of its
-    own, all sets do. Before a call one row of q, of k and of v gets fresh random numbers. Both happen as often as they
-    may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
-    which no sample has neighbours to be compared with, all inputs change before every sample.
+    own, all sets do. Before other samples one row of q, of k and of v gets fresh random numbers, in all sets, too. Both
+    happen as often as they may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than
+    `COMPARED` samples, in which no sample has neighbours to be compared with, all inputs change before every sample.
 
     Over ranks all numbers of all inputs are redrawn before every call, each rank's from a seed of its own
     (`own_seeds`; ranks that hold the same tensors draw the same). What a rank knows of another's numbers, from earlier
@@ -76,8 +76,8 @@ class TimedCalls:
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
-        # Calls of a sample; and whether the inputs of this sample's calls change.
-        self.batch, self._renewing, self._always = 1, False, False
+        # Calls of a sample; and whether all numbers, or a row, of the inputs of this sample's calls change.
+        self.batch, self._renewing, self._touching, self._always = 1, False, False, False
         self._threads = self._left = 0
         self._touched_at = self._renewed_at = _now()
         self._touch_s = self._renew_s = 0.0
@@ -142,6 +142,7 @@ class TimedCalls:
                 # Inputs of calls that take batches are small.
                 is_due = self._always or self.batch > 1 or self._due(self._renewed_at, self._renew_s)
                 self._renewing = sample >= self._renew_from and is_due
+                self._touching = self._last or self._due(self._touched_at, self._touch_s * self.batch)
             if self._renewing:
                 started, _ = now = _now()
                 self.renew(inputs)
@@ -151,9 +152,10 @@ class TimedCalls:
                     self.renewed.append(self._calls)
                     self._renew_from = sample + (1 if self._always else RENEWED_AMONG)
                 batch, position = self._any_row(inputs) if self._local_row is not None else self._touch(inputs)
-            elif self._last or self._due(self._touched_at, self._touch_s):
+            elif self._touching:
                 batch, position = self._touch(inputs)
-                self.changed.append(self._calls)
+                if first:
+                    self.changed.append(self._calls)
         for call in self._waiting:
             if call.inputs is inputs and call.digests:
                 self._digest(call, again=True)

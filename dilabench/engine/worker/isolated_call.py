@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -39,6 +40,10 @@ from dilabench.record import Check, CheckName, Slot, Verification
 MAX_SAMPLES = 20
 # Random rows of each timed call that are compared: there may be a single such call.
 TIMED_ROWS = 8
+
+# An option of glibc's mallopt (malloc.h): allocations of at least this size are mapped one by one.
+M_MMAP_THRESHOLD = -3
+SMALLEST_MAPPED_BYTES = 128 * 2**10
 
 
 def measure_isolated(
@@ -115,6 +120,10 @@ def _data_limited(limit_bytes: int, backward: bool) -> Iterator[None]:
     # The threads of torch and its profiler, and modules that a first backward pass imports, take tens of MiB. They take
     # them now, before the limit.
     profiled(lambda: _use_torch(backward), torch.device("cpu"), memory=True)
+    # A small object that a timed call leaves in the place of a freed tensor would keep the next one from fitting there.
+    # So tensors are mapped one by one, and freed ones count no more. glibc has this option, other C libraries do not.
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, SMALLEST_MAPPED_BYTES)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = resident_bytes("VmData") + limit_bytes
     ceiling = wanted if before[1] == resource.RLIM_INFINITY else min(wanted, before[1])

@@ -60,6 +60,29 @@ def test_inputs_change_once_time_has_gone_by_for_this_process_too(
     assert any(not torch.equal(x, then) for x, then in zip(inputs.distinct, before, strict=True)) is changed
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_row_changes_in_the_inputs_of_every_call_of_a_sample(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Else a result kept by its inputs would save most calls of each sample, and samples would differ little."""
+    # Asked for all numbers, then for a row; in a batch all numbers change without being due.
+    answers = itertools.cycle([False, True])
+    monkeypatch.setattr(TimedCalls, "_due", lambda *_: next(answers))
+    one = workload()
+    sets, calls = [inputs_of(one) for _ in range(batch)], TimedCalls(0, one)
+    calls.batch = batch
+    calls.begin(count=20)
+    calls._renew_from = 20
+    for sample in range(4):
+        changes = []
+        for inputs in sets:
+            then = [x.clone() for x in inputs.distinct]
+            calls.before(inputs).keep(inputs.q * 2)
+            changes.append([int((x != old).any((0, 2, 3)).sum()) for x, old in zip(inputs.distinct, then, strict=True)])
+        rows = 1 if batch == 1 or sample % 2 else 0
+        assert changes == [[rows] * 3] * batch
+    assert calls.changed == [sample * batch for sample in range(4) if batch == 1 or sample % 2]
+    calls.end()
+
+
 @pytest.mark.usefixtures("always_due")
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 # Of 1 to 3 tokens, the values that keep their signs lie in the second batch item, too.

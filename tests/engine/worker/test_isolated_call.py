@@ -150,7 +150,7 @@ def test_a_mistake_in_timed_calls_alone_shows(name, monkeypatch):
 
 
 def test_an_isolated_row_has_checked_timed_calls():
-    found = measure_isolated(spec_of(workload_of(mode="both")), CPU, None, 0.1)
+    found = measure_isolated(spec_of(workload_of(mode="both")), CPU, None, 3.0)
     assert found.verification.passed, found.why
     assert found.verification.timed_calls > 1
 
