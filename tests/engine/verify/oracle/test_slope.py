@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.verify import Oracle, summary, verify
-from dilabench.engine.verify.slope import MIN_ROWS, NO_SLOPE, Slope, slope, slope_limit
+from dilabench.engine.verify.oracle.slope import MIN_ROWS, NO_SLOPE, Slope, slope, slope_limit
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
 
