@@ -177,7 +177,6 @@ class WorkloadGroupRun:
         if reply is None:
             return False
         state.verification = reply.verification
-        executor.progress.case_verified(state.case, reply.verification)
         if not reply.verification.passed:
             self._reject(state, "wrong_output", reply.why, reply.verification)
             return False
