@@ -287,6 +287,22 @@ def slow_but_every(n, cases):
     return [slow(*case) if at % n else case for at, case in enumerate(cases)]
 
 
+def random_examples(few, many, **strategies):
+    """A test of `few` random examples of these Hypothesis strategies, in the slow set of `many`; always the same."""
+
+    def decorate(check):
+        from hypothesis import given, settings
+
+        @pytest.mark.parametrize("examples", [few, slow(many)])
+        def test(examples):
+            settings(max_examples=examples, deadline=None, derandomize=True)(given(**strategies)(check))()
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
+
+
 def interrupting_once(function):
     """This function, of which the first call is interrupted before it begins."""
     calls = []

@@ -109,6 +109,8 @@ def recorded(catalogue, request, tmp_path, monkeypatch):
     )
 
 
+# `extreme` has such searches, too.
+@pytest.mark.slow
 def test_a_small_search_ends_at_the_tokens_requested(catalogue, tmp_path, monkeypatch):
     record = recorded(catalogue, asked(catalogue, tokens="20000"), tmp_path, monkeypatch)
     assert [row.case.workload.seq_len for row in record.rows] == [8192, 20000]
