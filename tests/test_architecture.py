@@ -142,7 +142,9 @@ def files_imported_by(path: Path) -> set[str]:
 
 def called_with(node: ast.AST, function: str) -> list[str]:
     """The text arguments of a call of this function, `module.function` too; empty for another node."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != function:
+    if not isinstance(node, ast.Call):
+        return []
+    if function not in (getattr(node.func, "attr", None), getattr(node.func, "id", None)):
         return []
     return [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
 
