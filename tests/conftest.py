@@ -202,6 +202,14 @@ def warm_server() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture(scope="module")
+def catalogue():
+    """Everything that is registered."""
+    from dilabench.plugins.manager import discover
+
+    return discover().catalogue
+
+
 @pytest.fixture(scope="session")
 def ceilings_by_dtypes():
     return {}

@@ -25,11 +25,6 @@ FOUR_H200 = Machine(device="cuda", gpus=4 * H200.gpus)
 SMALL = {"segment_lengths": (256, 512), "dilation_rates": (1, 2), "head_dim": 32}
 
 
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
-
-
 def asked(catalogue, names=("strided",), workload=SMALL, nproc=1, **options):
     fields = {"implementations": list(names), "options": options, "timing": "simple", "nproc": nproc}
     return run_request(catalogue, suite="billion", workload=workload, run=fields)
