@@ -12,6 +12,8 @@ from typing import IO
 from dilabench.errors import ConfigError
 
 KIBI = 1024
+MIB = KIBI**2
+NS_PER_MS = 1e6
 MAX_COUNT = 2**48
 
 _COUNT = re.compile(r"^\s*(?P<digits>\d[\d_,]*(?:\.\d+)?)(?:e(?P<exp>\d{1,2}))?\s*(?P<suffix>[kKmMgG]?)(?:i?[bB]?)\s*$")

@@ -202,6 +202,14 @@ def warm_server() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture(scope="module")
+def catalogue():
+    """Everything that is registered."""
+    from dilabench.plugins.manager import discover
+
+    return discover().catalogue
+
+
 @pytest.fixture(scope="session")
 def ceilings_by_dtypes():
     return {}
@@ -285,6 +293,22 @@ def slow(*values):
 def slow_but_every(n, cases):
     """These cases, of several values each; all but every n-th are slow."""
     return [slow(*case) if at % n else case for at, case in enumerate(cases)]
+
+
+def random_examples(few, many, **strategies):
+    """A test of `few` random examples of these Hypothesis strategies, in the slow set of `many`; always the same."""
+
+    def decorate(check):
+        from hypothesis import given, settings
+
+        @pytest.mark.parametrize("examples", [few, slow(many)])
+        def test(examples):
+            settings(max_examples=examples, deadline=None, derandomize=True)(given(**strategies)(check))()
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
 
 
 def interrupting_once(function):

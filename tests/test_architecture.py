@@ -41,7 +41,6 @@ LIBRARY = {
 SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "retired"}
 NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
 MOST_LOADED_MODULES = 61
-MOST_FILES_OF_A_FIRST_CALL = 30
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 # Metaphors and words that design.md §1 replaces: a name should be what a reader of the field would search for.
@@ -142,7 +141,9 @@ def files_imported_by(path: Path) -> set[str]:
 
 def called_with(node: ast.AST, function: str) -> list[str]:
     """The text arguments of a call of this function, `module.function` too; empty for another node."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != function:
+    if not isinstance(node, ast.Call):
+        return []
+    if function not in (getattr(node.func, "attr", None), getattr(node.func, "id", None)):
         return []
     return [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
 
@@ -171,33 +172,15 @@ A_CALL = """
 import torch
 from dilabench.attention import dilated_attention
 q = torch.randn(1, 256, 2, 16)
-def call():
-    return dilated_attention(q, q, q, segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
+dilated_attention(q, q, q, segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
 """
 
 
 def test_a_call_of_the_library_loads_few_modules_and_nothing_of_the_benchmark() -> None:
-    loaded = modules_after(f"{A_CALL}call()")
+    loaded = modules_after(A_CALL)
     assert not {name.partition(".")[0] for name in loaded} & NOT_FOR_MODELS
     ours = sorted(name for name in loaded if name.partition(".")[0] == "dilabench")
     assert len(ours) <= MOST_LOADED_MODULES, ours
-
-
-def test_a_first_call_passes_few_files() -> None:
-    code = A_CALL + (
-        "import sys\n"
-        "passed = set()\n"
-        "def see(frame, event, _):\n"
-        "    if event == 'call' and frame.f_code.co_name != '<module>':\n"
-        "        passed.add(frame.f_code.co_filename)\n"
-        "sys.setprofile(see)\n"
-        "call()\n"
-        "sys.setprofile(None)\n"
-        "print(*passed, sep='\\n')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    passed = [name for name in done.stdout.splitlines() if Path(name).is_relative_to(PACKAGE)]
-    assert 0 < len(passed) <= MOST_FILES_OF_A_FIRST_CALL, sorted(passed)
 
 
 def test_importing_every_light_module_leaves_torch_out() -> None:
@@ -205,33 +188,15 @@ def test_importing_every_light_module_leaves_torch_out() -> None:
     assert not loaded_after(f"import {names}") & HEAVY_PACKAGES
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["run", "--help"], ["verify", "--help"], ["compare", "--help"], ["list"], ["list", "--json"]],
-    ids=" ".join,
-)
-def test_a_command_that_measures_nothing_loads_no_torch_and_help_no_numpy(arguments: list[str]) -> None:
-    code = (
-        "from dilabench.cli import main\n"
-        "try:\n"
-        f"    main({arguments!r})\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code, ended.code\n"
-    )
-    # A list has every pattern's class loaded.
-    only_help = {"numpy"} if "--help" in arguments else set()
-    assert not loaded_after(code) & {*HEAVY_PACKAGES, *only_help, "scipy", "matplotlib"}
-
-
-@pytest.mark.parametrize("reporter", ["table", "json", "markdown"])
-def test_reporting_does_not_load_torch(reporter: str) -> None:
+def test_reporting_does_not_load_torch() -> None:
     code = (
         "from pathlib import Path\n"
         "from dilabench.plugins.manager import discover\n"
         "from dilabench.choice.descriptors import load_target\n"
         "from dilabench.store.run_files import read_record\n"
         "record = read_record(Path('tests/golden/run_record.v1.json'))\n"
-        f"assert load_target(discover().catalogue.reporters.get({reporter!r}).target)(record, None)\n"
+        "for name in ('table', 'json', 'markdown'):\n"
+        "    assert load_target(discover().catalogue.reporters.get(name).target)(record, None)\n"
     )
     assert not loaded_after(code) & HEAVY_PACKAGES
 

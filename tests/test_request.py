@@ -3,7 +3,6 @@
 import pytest
 
 from dilabench.errors import ConfigError
-from dilabench.plugins.manager import discover
 from dilabench.request import (
     RunRequest,
     read_assignments,
@@ -12,11 +11,6 @@ from dilabench.request import (
     run_request,
 )
 from dilabench.suites.planner import workload_request
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def refusal(call, *args, **kwargs):

@@ -14,6 +14,7 @@ from dilabench.workload.ranges import CUSTOM, range_lengths
 if TYPE_CHECKING:
     from dilabench.plugins.boundary import Problem
     from dilabench.plugins.manager import Found
+    from dilabench.record import PlannedCase
 
 
 class OldNames(tuple[str, ...]):
@@ -143,6 +144,12 @@ def workload_fields(
 def names(*options: Sequence[str] | None) -> list[str]:
     """Return the names from a repeatable option, whose values may hold several names separated by commas."""
     return [part for option in options for text in option or () for part in re.split(r"[,\s]+", text) if part]
+
+
+def backend_text(planned: "PlannedCase") -> str:
+    """The backend of a case, with a star if `auto` chose it; '-' for a case without one."""
+    backend = planned.case.backend
+    return (backend or "-") + ("*" if planned.requested_backend == "auto" and backend else "")
 
 
 def column_names(options: Sequence[str] | None) -> list[str]:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from dilabench.engine.call.specs import BackendSpec, CaseSpec, SecondSpec
 from dilabench.machine import Machine
-from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.catalogue import BUILTIN, Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Optimizations
 from dilabench.validation import content_hash
 from dilabench.workload.spec import flops
 
 MOST = 3
-BUILTIN = "builtin"
 
 
 def case_spec(case: Case, catalogue: Catalogue, seed: int, machine: Machine | None = None) -> CaseSpec:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from dilabench.record import Case, PlannedCase, Row, Verification
+from dilabench.record import Case, PlannedCase, Row
 from dilabench.workload.spec import Workload
 
 
 class Progress:
-    """Called by the runner between measurements, never inside one. These methods are empty; overriding ones must return
+    """Called by the runner between measurements, never inside one. Its methods are empty; overriding ones must return
     quickly.
     """
 
@@ -26,15 +26,5 @@ class Progress:
     def stage_started(self, case: Case, stage: str) -> None:
         """A case goes through 'build', 'verify', 'warmup', 'time', 'memory'."""
 
-    def case_verified(self, case: Case, verification: Verification) -> None:
-        """The output of a case was checked (it may have failed)."""
-
-    def slot_done(self, case: Case, round_index: int) -> None:
-        """The samples of a case in one round are taken."""
-
     def row_done(self, row: Row) -> None:
         """A case has ended; its row is already on disk."""
-
-
-class Silent(Progress):
-    """A progress without output; subclass it to show parts of it."""

@@ -107,7 +107,6 @@ class Rounds:
         state.call_ns = max(1, min(state.call_ns, *reply.slot.samples_ns))
         state.launch_ns = round(median(reply.slot.enqueue_ns or (0,)))
         run.notes, state.counters = reply.notes, reply.counters
-        executor.progress.slot_done(state.case, round_index)
         if reply.verification is not None:
             run.checked.add(state.session)
         executor.judge(state, reply)

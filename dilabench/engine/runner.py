@@ -18,7 +18,7 @@ from dilabench.engine.device.lock import device_lock
 from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import Method, method_for
 from dilabench.engine.plausibility import suspicions
-from dilabench.engine.progress import Progress, Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.temporary_folder import remove_left_over
 from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.process import warm_server
@@ -89,7 +89,7 @@ def run(
         pool=WorkerPool(WorkerSettings(device=machine.device), partial(Worker, launcher=launcher)),
         method=method,
         budget=Budget(request.budget_s, [case.case for case in waiting if case.skip is None], steady(clock)),
-        progress=progress or Silent(),
+        progress=progress or Progress(),
         seed=request.seed,
         trace_folder=trace_folder if method.trace else None,
         timeout_s=timeout_s,

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from dilabench.engine.case_executor import CaseExecutor
-from dilabench.engine.case_spec import BUILTIN, case_spec, worker_key
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.method import MIN_TURNS
@@ -25,6 +25,7 @@ from dilabench.metadata import (
     TIMER_UNUSABLE,
     UNDIAGNOSED,
 )
+from dilabench.plugins.catalogue import BUILTIN
 from dilabench.record import Failed, FailureCode, Measured, Note, PlannedCase, Row, Skipped, Verification
 from dilabench.units import counted, format_seconds
 
@@ -177,7 +178,6 @@ class WorkloadGroupRun:
         if reply is None:
             return False
         state.verification = reply.verification
-        executor.progress.case_verified(state.case, reply.verification)
         if not reply.verification.passed:
             self._reject(state, "wrong_output", reply.why, reply.verification)
             return False

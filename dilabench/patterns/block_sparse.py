@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -33,7 +32,7 @@ from dilabench.patterns.block_masks import (
 )
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
-from dilabench.patterns.mask_files import named_file
+from dilabench.patterns.mask_files import Given, GivenByFile, named_file
 from dilabench.patterns.pattern import Pattern, group_rows, hide_future
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
@@ -68,7 +67,7 @@ class BlockSparseRequest(DilatedRequest):
     mask_file: str | None = None
 
 
-class BlockSparsePattern(Pattern):
+class BlockSparsePattern(GivenByFile):
     """C = 1 where the mask of (head, i // block, j // block) is set.
 
     Users read and write its density, the share of visible blocks that is computed; records store `sparsity`, which is
@@ -88,12 +87,11 @@ class BlockSparsePattern(Pattern):
     branches: DilatedPattern | None = None
 
     given_whole_by: ClassVar[frozenset[str]] = frozenset({"mask_file"})
+    given: ClassVar[Given] = Given("mask", "mask", "custom", "mask 'custom' and a mask file")
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {"sparsity": ("density", _rest)}
 
     @model_validator(mode="after")
-    def _file_or_kind(self) -> Self:
-        if (self.mask == "custom") != (self.mask_file is not None):
-            raise ValueError("mask 'custom' and a mask file need each other; give both or neither")
+    def _possible(self) -> Self:
         if self.branches is not None and self.branches.has_zero_keys:
             raise ValueError("padding=zero_key: a block mask over branches has no zero keys; use padding=masked")
         return self
@@ -274,15 +272,6 @@ class BlockSparsePattern(Pattern):
     def has_grouped_heads(self) -> bool:
         """As the branches say."""
         return self.under.has_grouped_heads
-
-    @property
-    def has_fixed_length(self) -> bool:
-        """Return True for a mask file, whose number of blocks is fixed."""
-        return self.mask == "custom"
-
-    def files(self) -> tuple[tuple[Path, str], ...]:
-        """The mask file, if there is one."""
-        return ((Path(self.mask_file), self.mask_digest),) if self.mask_file and self.mask_digest else ()
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:
         """The mask; None over branches, whose rows are strided."""

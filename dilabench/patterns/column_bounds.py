@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern, hidden_once
-from dilabench.patterns.mask_files import named_file, read_array
-from dilabench.validation import Model, Size, Sizes, validated
+from dilabench.patterns.mask_files import Given, GivenByFile, read_array
+from dilabench.validation import Model, Size, Sizes
 
 if TYPE_CHECKING:
     from dilabench.patterns.answers import Positions
@@ -38,7 +38,7 @@ class ColumnBoundsRequest(Model):
     bounds_file: str | None = None
 
 
-class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
+class ColumnBoundsPattern(ColumnBoundsRequest, GivenByFile, HiddenRowsPattern):
     """C[h, i, j] = 0 if row i is in a range of key j, else 1.
 
     `document_lengths` repeat until the sequence is full; the last document may be short. `bounds` selects the mask:
@@ -53,11 +53,10 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
     bounds_digest: str | None = None
 
     given_whole_by: ClassVar[frozenset[str]] = frozenset({"bounds_file"})
+    given: ClassVar[Given] = Given("bounds", "bounds", "file", "bounds=file and a bounds_file")
 
     @model_validator(mode="after")
-    def _file_or_documents(self) -> Self:
-        if (self.bounds == "file") != (self.bounds_file is not None):
-            raise ValueError("bounds=file and a bounds_file need each other; give both or neither")
+    def _possible(self) -> Self:
         if not self.document_lengths or min(self.document_lengths) < 1:
             raise ValueError(f"document_lengths {list(self.document_lengths)} must be at least 1 each")
         return self
@@ -66,15 +65,6 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
     def request_model(cls) -> type[Model]:
         """Omits the digest, which is computed from the file."""
         return ColumnBoundsRequest
-
-    @classmethod
-    def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A file replaces the kind of bounds. Raises ConfigError when it cannot be read."""
-        given = dict(fields)
-        if given.get("bounds_file"):
-            name, digest = named_file(given["bounds_file"], "bounds")
-            given = {"bounds": "file", **given, "bounds_file": name, "bounds_digest": digest}
-        return validated(cls, given)
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -113,15 +103,6 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
         }
         lengths = ",".join(map(str, self.document_lengths))
         return f"column-bounds {self.bounds} {lengths}{read_besides.get(self.bounds, '')}"
-
-    def files(self) -> tuple[tuple[Path, str], ...]:
-        """The file of bounds, if there is one."""
-        return ((Path(self.bounds_file), self.bounds_digest),) if self.bounds_file and self.bounds_digest else ()
-
-    @property
-    def has_fixed_length(self) -> bool:
-        """Return True for a file, whose number of columns is fixed."""
-        return self.bounds == "file"
 
     def why_not_over(self, shape: SequenceShape) -> str | None:
         """Under a causal mask prefix_documents would equal documents."""

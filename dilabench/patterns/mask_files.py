@@ -1,4 +1,4 @@
-"""Block masks from files: `.npy`, or `.json` with lists of key blocks; and other arrays of patterns.
+"""Patterns that files may give: block masks as `.npy`, or as `.json` with lists of key blocks; and other arrays.
 
 `numpy` is imported on use.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from pydantic import model_validator
 
 from dilabench.atomic_file import OTHER_CACHE, cache_folder, file_chunks, read_file, write_bytes
 from dilabench.errors import ConfigError, said
+from dilabench.patterns.pattern import Pattern
+from dilabench.validation import validated
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +28,49 @@ if TYPE_CHECKING:
 
 # How files of one array begin, and of several, which are refused.
 ARRAYS = (b"\x93NUMPY", b"PK")
+
+
+class Given(NamedTuple):
+    """What a file may give to a pattern, with the fields `{what}_file` and `{what}_digest`.
+
+    choice, value: the field that names how it is made otherwise, and its value for a file. both: the two in errors.
+    """
+
+    what: str
+    choice: str
+    value: str
+    both: str
+
+
+class GivenByFile(Pattern):
+    """A pattern of which a file may give an array; it then fits one length only."""
+
+    given: ClassVar[Given]
+
+    @model_validator(mode="after")
+    def _file_or_choice(self) -> Self:
+        if self.has_fixed_length != (getattr(self, f"{self.given.what}_file") is not None):
+            raise ValueError(f"{self.given.both} need each other; give both or neither")
+        return self
+
+    @classmethod
+    def from_request(cls, fields: Mapping[str, Any]) -> Self:
+        """A file replaces the choice. Raises ConfigError when it cannot be read."""
+        request, (what, choice, value, _) = dict(fields), cls.given
+        if request.get(f"{what}_file"):
+            name, digest = named_file(request[f"{what}_file"], what)
+            request = {choice: value, **request, f"{what}_file": name, f"{what}_digest": digest}
+        return validated(cls, request)
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """Return True for a file, whose array has one size."""
+        return bool(getattr(self, self.given.choice) == self.given.value)
+
+    def files(self) -> tuple[tuple[Path, str], ...]:
+        """The file, if there is one."""
+        name, digest = (getattr(self, f"{self.given.what}_{part}") for part in ("file", "digest"))
+        return ((Path(name), digest),) if name and digest else ()
 
 
 def mask_digest(path: Path, what: str = "mask") -> str:

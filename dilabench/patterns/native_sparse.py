@@ -71,8 +71,7 @@ class GatedSumPattern(Pattern):
     @classmethod
     def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
         """A half to a 32nd of the blocks; the window and the means stay."""
-        blocks = -(-length // cls.model_fields["block_size"].default)
-        return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
+        return TopKBlocksPattern.densities(length)
 
     def why_not_over(self, shape: SequenceShape) -> str | None:
         """Refuse a window of the workload, which would cut blocks with means."""

@@ -20,12 +20,12 @@ from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, counted_once
-from dilabench.patterns.mask_files import named_file, read_array
+from dilabench.patterns.mask_files import Given, GivenByFile, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.patterns.selectors import ABSENT, distinct_blocks
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
-from dilabench.validation import Model, Size, validated
+from dilabench.validation import Model, Size
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -67,7 +67,7 @@ class SelectedBlocksRequest(Model):
     indices_file: str | None = None
 
 
-class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
+class SelectedBlocksPattern(SelectedBlocksRequest, GivenByFile):
     """C[h, i, j] = 1 if block j // block_size is among the indices of token i and key/value head h // g.
 
     `block_size`: 1, or a multiple of 16 up to 4096. `selector`: mean_key (MoBA), compressed (NSA), indexer (DSA, MSA;
@@ -80,11 +80,10 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     indices_digest: str | None = None
 
     given_whole_by: ClassVar[frozenset[str]] = frozenset({"indices_file"})
+    given: ClassVar[Given] = Given("indices", "selector", "given", "selector=given and an indices_file")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if (self.selector == "given") != (self.indices_file is not None):
-            raise ValueError("selector=given and an indices_file need each other; give both or neither")
         check_block(self.block_size)
         return self
 
@@ -94,15 +93,6 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     def request_model(cls) -> type[Model]:
         """Omits the digest, which is computed from the file."""
         return SelectedBlocksRequest
-
-    @classmethod
-    def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A file of indices replaces the selector. Raises ConfigError when it cannot be read."""
-        given = dict(fields)
-        if given.get("indices_file"):
-            name, digest = named_file(given["indices_file"], "indices")
-            given = {"selector": "given", **given, "indices_file": name, "indices_digest": digest}
-        return validated(cls, given)
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -158,11 +148,6 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         )
 
     @property
-    def has_fixed_length(self) -> bool:
-        """Return True for a file, whose number of tokens is fixed."""
-        return self.selector == "given"
-
-    @property
     def differs_by_token(self) -> bool:
         """Each token has its own indices."""
         return True
@@ -187,10 +172,6 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         group = shape.num_heads // shape.num_kv_heads
         size = self.block_size, shape.num_kv_heads, group, shape.causal
         return Tokens(shape.length, *size, self.selection_seed, self.top_k, self.index_heads)
-
-    def files(self) -> tuple[tuple[Path, str], ...]:
-        """The file of indices, if there is one."""
-        return ((Path(self.indices_file), self.indices_digest),) if self.indices_file and self.indices_digest else ()
 
     # Names.
 

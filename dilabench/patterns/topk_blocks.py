@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import (
@@ -38,10 +38,10 @@ from dilabench.patterns.block_masks import (
     rows_with_keys,
     visible_blocks,
 )
-from dilabench.patterns.mask_files import named_file, read_array
+from dilabench.patterns.mask_files import Given, GivenByFile, read_array
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, distinct_blocks, select
-from dilabench.validation import Model, Size, validated
+from dilabench.validation import Model, Size
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -124,7 +124,7 @@ class TopKBlocksRequest(Model):
     indices_file: str | None = None
 
 
-class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
+class TopKBlocksPattern(TopKBlocksRequest, GivenByFile, WholeBlocksPattern):
     """C[h, i, j] = 1 if the selection of key/value head h // g has block j // block_size for block i // block_size.
 
     `selector`: mean_key (always with the query's block, as MoBA), pooled (VSA), random, or given: an `indices_file`,
@@ -136,26 +136,12 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     indices_digest: str | None = None
 
     given_whole_by: ClassVar[frozenset[str]] = frozenset({"indices_file"})
-
-    @model_validator(mode="after")
-    def _file_or_selector(self) -> Self:
-        if (self.selector == "given") != (self.indices_file is not None):
-            raise ValueError("selector=given and an indices_file need each other; give both or neither")
-        return self
+    given: ClassVar[Given] = Given("indices", "selector", "given", "selector=given and an indices_file")
 
     @classmethod
     def request_model(cls) -> type[Model]:
         """Omits the digest, which is computed from the file."""
         return TopKBlocksRequest
-
-    @classmethod
-    def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A file of indices replaces the selector. Raises ConfigError when it cannot be read."""
-        given = dict(fields)
-        if given.get("indices_file"):
-            name, digest = named_file(given["indices_file"], "indices")
-            given = {"selector": "given", **given, "indices_file": name, "indices_digest": digest}
-        return validated(cls, given)
 
     def label(self) -> str:
         """The label, with the unit that shares a selection."""
@@ -200,11 +186,6 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         )
 
     @property
-    def has_fixed_length(self) -> bool:
-        """Return True for a file, whose number of blocks is fixed."""
-        return self.selector == "given"
-
-    @property
     def selects(self) -> SelectedKeys:
         """Per block of queries."""
         return SelectedKeys(self.block_size, per_token=False)
@@ -213,10 +194,6 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     def reads_queries(self) -> bool:
         """Return True if the selector reads queries and keys, so that a device can select from stand-ins."""
         return self.selector in SELECTORS and SELECTORS[self.selector].reads_queries
-
-    def files(self) -> tuple[tuple[Path, str], ...]:
-        """The file of indices, if there is one."""
-        return ((Path(self.indices_file), self.indices_digest),) if self.indices_file and self.indices_digest else ()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
         """Labels of the selection: a digest of the indices, and the share of visible blocks that are computed."""

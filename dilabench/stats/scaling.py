@@ -32,14 +32,12 @@ class Crossover:
     length: None when one side wins at every length measured. low, high: interval of the length over sessions; None
     where it reaches beyond the lengths measured, both without `length` or with fewer than three sessions (then
     `confidence` is None too).
-    faster_above: "baseline" or "candidate", the side that wins at the longest length.
     """
 
     length: float | None
     low: float | None
     high: float | None
     confidence: float | None
-    faster_above: str
 
 
 def fit_power_law(lengths: ArrayLike, times_ns: ArrayLike, confidence: float = 0.95) -> PowerLaw:
@@ -100,7 +98,6 @@ def crossover(
         low=low,
         high=high,
         confidence=confidence if known and k >= 3 else None,
-        faster_above="baseline" if baseline_wins_above else "candidate",
     )
 
 

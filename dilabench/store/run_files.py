@@ -65,9 +65,9 @@ class RunFolder:
             fcntl.flock(self._stream, fcntl.LOCK_EX)
 
     @classmethod
-    def create(cls, base: Path, suite: str, run_id: str, now: datetime | None = None) -> "RunFolder":
+    def create(cls, base: Path, suite: str, run_id: str) -> "RunFolder":
         """A new folder under `base`. Raises EnvironmentNotReady when it cannot be made or written to."""
-        moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+        moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         folder = cls(base / f"{moment}-{suite}-{run_id}")
         with _refused(folder.path):
             folder.path.mkdir(parents=True)

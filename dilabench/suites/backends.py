@@ -12,8 +12,9 @@ from dilabench.plugins.descriptors import Implementation
 from dilabench.record import KernelUse, Measured, PlannedCase, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.content import device_text
-from dilabench.report.findings import BarPlot, Bars, Section, answer_section
+from dilabench.report.findings import BarPlot, Section, answer_section
 from dilabench.request import ALL, RunRequest
+from dilabench.suites.findings.series import latency_bars
 from dilabench.suites.planner import Planner
 from dilabench.units import format_count, format_latency, format_ratio
 
@@ -43,7 +44,6 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     return planner.compare(workloads, planner.implementations(default))
 
 
-NS_PER_MS = 1e6
 # If another dtype is hardly faster, bfloat16 is preferred for its range (no loss scaling).
 WIDE_RANGE = "bfloat16"
 HARDLY = 1.03
@@ -284,14 +284,7 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         views = [
             next((view_of(row) for row in standing.rows if row.case.backend == name), None) for standing in standings
         ]
-        bars.append(
-            Bars(
-                label=name,
-                values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in views),
-                low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in views),
-                high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in views),
-            )
-        )
+        bars.append(latency_bars(name, views))
     return BarPlot(
         name="backends",
         title="Latency of one call by backend",

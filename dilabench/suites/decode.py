@@ -67,7 +67,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         if request.implementations or request.backends:
             cases += planner.compare([asked], implementations)
             continue
-        computing = [way for way in implementations if _computes(way, asked) or way.supports.only_dense]
+        computing = [way for way in implementations if way.supports.only_dense or way.supports.computes(asked.pattern)]
         every = planner.asking(backends=kernels) if asked.pattern == DENSE.kind else planner
         running = [
             planned
@@ -83,10 +83,6 @@ def _takes_last_rows(implementation: Implementation) -> bool:
     supports = implementation.supports
     on_one_device = supports.max_world_size == 1 and implementation.takes == "heads"
     return supports.last_rows and on_one_device and not implementation.compiles
-
-
-def _computes(implementation: Implementation, asked: WorkloadRequest) -> bool:
-    return implementation.supports.computes(asked.pattern)
 
 
 def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadRequest]:

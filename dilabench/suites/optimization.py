@@ -25,7 +25,7 @@ from dilabench.request import RunRequest
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.planner import Planner, reasons_against_optimizations
-from dilabench.units import counted, format_bytes, format_count, format_ratio
+from dilabench.units import MIB, counted, format_bytes, format_count, format_ratio
 
 # Launches and tables weigh most in short calls, copies and workspace in long ones.
 LENGTHS = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
@@ -268,4 +268,4 @@ def _end(gain: Gain | None, side: int) -> float | None:
 
 
 def _saved_mib(gain: Gain | None) -> float | None:
-    return None if gain is None or gain.saved_bytes is None else gain.saved_bytes / 2**20
+    return None if gain is None or gain.saved_bytes is None else gain.saved_bytes / MIB

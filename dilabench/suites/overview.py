@@ -11,8 +11,9 @@ from dilabench.record import PlannedCase, RunRecord
 from dilabench.report.columns import row_name, workload_title
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.request import RunRequest
-from dilabench.suites.findings.series import NS_PER_MS, plots_over_length, series_of
+from dilabench.suites.findings.series import latency_bars, plots_over_length, series_of
 from dilabench.suites.planner import Planner
+from dilabench.units import MIB
 from dilabench.workload.spec import DEFAULT_PATTERN
 
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -42,9 +43,6 @@ def implementations(_request: RunRequest, planner: Planner) -> tuple[PlannedCase
     return planner.compare(planner.workload_requests([{}]), planner.implementations(default))
 
 
-MIB = 2**20
-
-
 def analyse(record: RunRecord) -> tuple[Section, ...]:
     """One section with the plots: curves if several lengths were measured, else bars."""
     series = [member for member in series_of(record) if member.measured]
@@ -71,7 +69,7 @@ def bars_of(record: RunRecord) -> tuple[BarPlot, ...]:
     categories = tuple("\n".join(part for part in title if part not in shared) for title in titles)
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
     places = [(name, [rows.get(name) for rows in groups.values()]) for name in names]
-    latency = tuple(_latency_bars(name, at) for name, at in places)
+    latency = tuple(latency_bars(name, at) for name, at in places)
     memory = tuple(_memory_bars(name, at) for name, at in places)
     plots = [
         BarPlot(
@@ -93,15 +91,6 @@ def bars_of(record: RunRecord) -> tuple[BarPlot, ...]:
             )
         )
     return tuple(plots)
-
-
-def _latency_bars(name: str, at: Sequence[RowView | None]) -> Bars:
-    return Bars(
-        label=name,
-        values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in at),
-        low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in at),
-        high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in at),
-    )
 
 
 def _memory_bars(name: str, at: Sequence[RowView | None]) -> Bars:

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from dilabench.plugins.manager import discover
 from dilabench.request import RunRequest, assignment, read_assignments, run_request
 
 OPTIONS = {
@@ -43,11 +42,6 @@ RUN = {
     "pattern_cache_entries": 10,
     "buffer_pool_bytes": 2**30,
 }
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def some(draw, fields):

@@ -16,7 +16,7 @@ import dilabench
 from dilabench.cli import SAVING
 from dilabench.cli.terminal import print_table
 from dilabench.engine.device.lock import device_lock
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.temporary_folder import PREFIX, remove_left_over, temporary_folder
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
@@ -204,7 +204,7 @@ def test_a_pipe_is_no_lock_and_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "dilabench-cpu.lock")
     with (
         pytest.raises(EnvironmentNotReady, match="it is no plain file"),
-        device_lock(Machine(device="cpu"), "run", Silent()),
+        device_lock(Machine(device="cpu"), "run", Progress()),
     ):
         pass
     os.mkfifo(tmp_path / ".baselines.toml.lock")

@@ -16,7 +16,7 @@ print("LOADED", sorted(loaded & set({heavy})), file=sys.stderr)
 """
 
 
-TORCH = ["torch", "triton", "matplotlib"]
+TORCH = ["torch", "triton", "flash_attn", "flash_attn_interface", "xformers", "matplotlib"]
 # Besides numpy, which every pattern's class loads, and with it whatever lists names.
 NUMERIC = ["scipy", "psutil"]
 
@@ -26,7 +26,7 @@ NUMERIC = ["scipy", "psutil"]
     [
         (["--help"], [*TORCH, *NUMERIC, "numpy", "rich"]),
         slow(["--version"], TORCH),
-        (["run", "--help"], [*TORCH, *NUMERIC, "numpy"]),
+        *(([command, "--help"], [*TORCH, *NUMERIC, "numpy"]) for command in ("run", "verify", "compare")),
         (["list"], [*TORCH, *NUMERIC]),
         slow(["list", "--why", "--json"], TORCH),
         (["describe", "medium"], [*TORCH, *NUMERIC]),

@@ -10,7 +10,7 @@ from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import Method
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.engine.worker.warmup import WarmUpLimits
@@ -60,7 +60,7 @@ def row(catalogue, dense_case):
             pool=Pool(starts, answers),
             method=Method(timer=timer, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02),
             budget=Budget(budget_s, [planned.case], lambda: 0.0),
-            progress=Silent(),
+            progress=Progress(),
             timeout_s=600.0,
         )
         return IsolatedRun(executor, planned).row()

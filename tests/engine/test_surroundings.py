@@ -13,7 +13,7 @@ from dilabench.engine import runner
 from dilabench.engine.device import environment
 from dilabench.engine.device.environment import snapshot, with_torch
 from dilabench.engine.device.lock import device_lock, locks_of
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.record import Case, GpuInfo, PlannedCase, RunHeader, Skipped
@@ -27,7 +27,7 @@ GPU = Machine(
 )
 
 
-class Waiting(Silent):
+class Waiting(Progress):
     def __init__(self):
         self.said = []
 
@@ -46,7 +46,7 @@ def test_the_second_run_waits_and_then_says_who_holds_the_device():
     def second():
         return device_lock(CPU, "second", waiting, wait_s=2.0, clock=lambda: now[0], sleep=sleep)
 
-    with device_lock(CPU, "first", Silent()):
+    with device_lock(CPU, "first", Progress()):
         with pytest.raises(EnvironmentNotReady, match=f"run first \\(process {os.getpid()}"), second():
             pass
         assert sum(slept) == 2.0
@@ -57,7 +57,7 @@ def test_the_second_run_waits_and_then_says_who_holds_the_device():
 
 def test_the_lock_is_free_as_soon_as_its_holder_ends():
     waiting = Waiting()
-    holder = device_lock(CPU, "first", Silent())
+    holder = device_lock(CPU, "first", Progress())
     holder.__enter__()
 
     def sleep(_):
@@ -69,7 +69,7 @@ def test_the_lock_is_free_as_soon_as_its_holder_ends():
 
 def test_each_gpu_has_a_lock_of_its_own():
     assert locks_of(CPU) != locks_of(GPU)
-    with device_lock(CPU, "first", Silent()), device_lock(GPU, "second", Silent(), wait_s=0):
+    with device_lock(CPU, "first", Progress()), device_lock(GPU, "second", Progress(), wait_s=0):
         pass
 
 
@@ -79,13 +79,13 @@ def several(*uuids):
 
 def test_a_run_over_ranks_holds_the_gpu_of_each():
     machine = several("a", "b", "c")
-    with device_lock(machine, "ranks", Silent(), gpus=range(2)):
-        with device_lock(machine, "beside", Silent(), gpus=[2], wait_s=0):
+    with device_lock(machine, "ranks", Progress(), gpus=range(2)):
+        with device_lock(machine, "beside", Progress(), gpus=[2], wait_s=0):
             pass
-        second = device_lock(machine, "second", Silent(), gpus=[1], wait_s=0)
+        second = device_lock(machine, "second", Progress(), gpus=[1], wait_s=0)
         with pytest.raises(EnvironmentNotReady, match=r"GPU 1 \(H200\) is in use by run ranks"), second:
             pass
-    with device_lock(machine, "after", Silent(), gpus=range(3), wait_s=0):
+    with device_lock(machine, "after", Progress(), gpus=range(3), wait_s=0):
         pass
 
 
@@ -98,17 +98,17 @@ def test_all_runs_lock_gpus_in_one_order_whatever_they_see_first():
 
 
 def test_ranks_that_share_a_gpu_lock_it_once():
-    with device_lock(several("a", "a"), "ranks", Silent(), gpus=range(3), wait_s=0):
+    with device_lock(several("a", "a"), "ranks", Progress(), gpus=range(3), wait_s=0):
         pass
 
 
 def test_a_run_that_does_not_get_all_gpus_keeps_none():
     machine = several("a", "b")
-    with device_lock(machine, "first", Silent(), gpus=[1]):
-        second = device_lock(machine, "second", Silent(), gpus=range(2), wait_s=0)
+    with device_lock(machine, "first", Progress(), gpus=[1]):
+        second = device_lock(machine, "second", Progress(), gpus=range(2), wait_s=0)
         with pytest.raises(EnvironmentNotReady, match="GPU 1"), second:
             pass
-        with device_lock(machine, "third", Silent(), gpus=[0], wait_s=0):
+        with device_lock(machine, "third", Progress(), gpus=[0], wait_s=0):
             pass
 
 
@@ -138,13 +138,13 @@ def test_a_run_locks_as_many_gpus_as_its_widest_case_has_ranks(catalogue, monkey
 
 def test_a_lock_that_cannot_be_opened_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path / "missing"))
-    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
+    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Progress()):
         pass
 
 
 def test_a_lock_that_another_user_made_in_a_shared_folder_is_opened(monkeypatch):
     """Linux refuses O_CREAT there, though the file may be written (fs.protected_regular)."""
-    with device_lock(CPU, "theirs", Silent()):
+    with device_lock(CPU, "theirs", Progress()):
         pass
     real = os.open
 
@@ -154,7 +154,7 @@ def test_a_lock_that_another_user_made_in_a_shared_folder_is_opened(monkeypatch)
         return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse)
-    with device_lock(CPU, "ours", Silent()):
+    with device_lock(CPU, "ours", Progress()):
         pass
 
 
@@ -162,15 +162,15 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("keep me")
     locks_of(CPU)[0].path.symlink_to(precious)
-    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Silent()):
+    with pytest.raises(EnvironmentNotReady, match="DILABENCH_LOCK_DIR"), device_lock(CPU, "r", Progress()):
         pass
     assert precious.read_text() == "keep me"
 
 
 def test_a_lock_whose_text_is_garbage_is_held_by_another_run():
-    with device_lock(CPU, "first", Silent()):
+    with device_lock(CPU, "first", Progress()):
         locks_of(CPU)[0].path.write_bytes(b"\xff\xfe\x80")
-        second = device_lock(CPU, "second", Silent(), wait_s=0)
+        second = device_lock(CPU, "second", Progress(), wait_s=0)
         with pytest.raises(EnvironmentNotReady, match="in use by another run"), second:
             pass
 

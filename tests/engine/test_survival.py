@@ -14,7 +14,7 @@ import pytest
 from dilabench.comparison.pairing import pair_many
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import WorkerPool
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, {impls!r})
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import WorkerPool
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
@@ -46,7 +46,7 @@ from dilabench.workload.spec import Workload
 from dilabench.store.run_files import RunFolder
 
 
-class Killer(Silent):
+class Killer(Progress):
     rows = 0
 
     def row_done(self, row):
@@ -122,7 +122,7 @@ def test_kill_9_of_the_tool_then_resume_gives_the_same_cells(engine, dense_case,
     assert len(read_rows(folder)[1]) == 3
 
 
-class Counting(Silent):
+class Counting(Progress):
     def __init__(self):
         self.measured, self.totals = [], []
 
@@ -134,7 +134,7 @@ class Counting(Silent):
 
 
 def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
-    class Interrupting(Silent):
+    class Interrupting(Progress):
         def row_done(self, row):
             raise KeyboardInterrupt
 
@@ -156,7 +156,7 @@ def test_ctrl_c_keeps_the_least_samples_of_every_length_and_resume_measures_them
 ):
     """Of two lengths within a budget, each gets its least samples first; then the first is built again."""
 
-    class Interrupting(Silent):
+    class Interrupting(Progress):
         built = 0
 
         def stage_started(self, case, stage):
@@ -193,7 +193,7 @@ def test_ctrl_c_while_the_record_is_made_or_written_loses_no_row(engine, tmp_pat
 
 
 def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, dense_case, tmp_path):
-    class Interrupting(Silent):
+    class Interrupting(Progress):
         def row_done(self, row):
             raise KeyboardInterrupt
 
@@ -251,10 +251,10 @@ def test_a_budget_that_ends_is_a_row_per_case_never_a_loss(engine, dense_case):
 
 def test_waiting_for_another_run_costs_no_budget(engine):
     now = [0.0]
-    other = device_lock(Machine(device="cpu"), "other", Silent())
+    other = device_lock(Machine(device="cpu"), "other", Progress())
     other.__enter__()
 
-    class Released(Silent):
+    class Released(Progress):
         def waiting(self, why):
             now[0] += 100.0
             other.__exit__(None, None, None)
@@ -367,7 +367,7 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(engine, monkeypatch, 
 def test_an_interrupted_run_is_saved_before_its_workers_end(engine, keeper, monkeypatch):
     """A worker of another machine may be out of reach, and torchrun kills what does not end within 30 s."""
 
-    class Interrupting(Silent):
+    class Interrupting(Progress):
         def row_done(self, row):
             raise KeyboardInterrupt
 

@@ -12,7 +12,7 @@ from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.method import Method
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.rounds import are_precise
 from dilabench.engine.runner import _Run
 from dilabench.engine.worker.client import WorkerFailure
@@ -140,7 +140,7 @@ def measure(dense_case):
             pool=lab,
             method=Method(**{**fields, **method}),
             budget=Budget(budget_s, [one.case for one in planned], lab.clock),
-            progress=Silent(),
+            progress=Progress(),
             sleep=lab.slept.append,
         )
         lab.executor = executor
@@ -615,7 +615,7 @@ def measure_lengths(dense_case, keeper):
             pool=lab,
             method=Method(timer=WALL, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02, sampling_s=1.0),
             budget=Budget(budget_s, [one.case for one in planned], lab.clock),
-            progress=Silent(),
+            progress=Progress(),
             sleep=lab.slept.append,
         )
         run = _Run(executor, Machine(device="cpu"), keeper, planned, ())

@@ -4,7 +4,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from dilabench.contracts import BuildContext, LoadedBackend, WithLse
 from dilabench.engine.verify.oracle import reference
 from dilabench.impls import gather, strided
 from dilabench.workload.spec import Workload
+from tests.conftest import random_examples
 
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 TOLERANCE = 1e-10
@@ -92,20 +92,19 @@ def assert_both_equal_oracle(workload: Workload) -> None:
         assert_gives(module, workload, expected)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(workload=workloads())
+@random_examples(24, 120, workload=workloads())
 def test_both_equal_oracle(workload: Workload) -> None:
     assert_both_equal_oracle(workload)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(workload=workloads(merge_grad="detached"))
+@random_examples(12, 50, workload=workloads(merge_grad="detached"))
 def test_gather_equals_oracle_with_detached_merge_weights(workload: Workload) -> None:
     assert_equals_oracle(gather, workload)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
+@random_examples(
+    16,
+    80,
     bounds=st.lists(st.integers(1, 47), unique=True, max_size=4).map(lambda inner: (0, *sorted(inner), 48)),
     workload=workloads(merge_grad="detached", padding="zero_key"),
     exact=st.booleans(),
@@ -119,14 +118,14 @@ def test_packed_sequences_equal_the_oracle(bounds: tuple[int, ...], workload: Wo
     assert_equals_oracle(strided, workload.replace(pattern=pattern, **packed))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(workload=st.sampled_from(("exact", "detached")).flatmap(lambda grad: workloads("dilated", grad, "zero_key")))
+@random_examples(
+    16, 80, workload=st.sampled_from(("exact", "detached")).flatmap(lambda grad: workloads("dilated", grad, "zero_key"))
+)
 def test_both_equal_oracle_with_zero_keys(workload: Workload) -> None:
     assert_both_equal_oracle(workload)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(workload=workloads(kind="dense"))
+@random_examples(12, 50, workload=workloads(kind="dense"))
 def test_dense_equals_oracle(workload: Workload) -> None:
     assert_equals_oracle(strided, workload)
 

@@ -127,7 +127,7 @@ def masks(draw: st.DrawFn) -> tuple[np.ndarray, int, int, dict[str, object]]:
     return mask, block, length, {**shape, "window": window}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=masks())
 def test_any_mask_equals_the_oracle(case: tuple[np.ndarray, int, int, dict[str, object]], tmp_path_factory) -> None:
     mask, block, length, fields = case

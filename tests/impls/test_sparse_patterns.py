@@ -86,13 +86,13 @@ def assert_equal_to_the_oracle(workload: Workload) -> None:
         )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(workload=generated())
 def test_windows_and_selections_equal_the_oracle(workload: Workload) -> None:
     assert_equal_to_the_oracle(workload)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(case=bounded())
 def test_any_bounds_equal_the_oracle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     length, bounds, shape = case

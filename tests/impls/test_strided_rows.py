@@ -76,7 +76,7 @@ def test_batch_items_are_in_one_call_where_copies_are_small() -> None:
     assert copied_rows(asked, torch.device("cuda")) == (16 << 20) // 16
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_every_row_is_in_one_call_of_its_branch(data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 6))

@@ -11,7 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -201,10 +201,9 @@ if __name__ == "__main__":
     draw = random.Random(f"{dtype} 0")
     usual = split_keys.split_for
     errors: dict[str, list[float]] = {"attention": [through_attention(dtype)]}
-    for kind in KINDS:
-        for held in HELD:
-            for at in range(count):
-                case = drawn(draw, kind, held, draw.choice((64, 128, 24, 80)), dtype)
-                split_keys.split_for = usual if at % 2 else cut(draw)
-                errors.setdefault(f"{kind}, {held}", []).append(difference(case, draw))
+    for number, (kind, held) in enumerate(product(KINDS, HELD)):
+        for at in range(count):
+            case = drawn(draw, kind, held, draw.choice((64, 128, 24, 80)), dtype)
+            split_keys.split_for = usual if (number + at) % 2 else cut(draw)
+            errors.setdefault(f"{kind}, {held}", []).append(difference(case, draw))
     sys.stdout.write(json.dumps(errors))

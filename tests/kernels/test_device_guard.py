@@ -3,6 +3,7 @@ GPU, and on two.
 """
 
 import ast
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -204,7 +205,9 @@ def test_a_repeated_launch_is_made_on_the_current_stream_of_its_device_which_tab
 def test_kernels_are_launched_in_one_place() -> None:
     found = []
     for path in Path(dilabench.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        # Few files call what they have selected.
+        for node in ast.walk(ast.parse(source)) if "kernel" in source and re.search(r"\]\s*\(", source) else ():
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Subscript) and "kernel" in ast.unparse(called.value):
                 found.append(path.name)

@@ -22,11 +22,11 @@ ALIGNED = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "branches_ptr")
 KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
 
 
-@pytest.fixture(scope="module", params=["float32", slow("float16"), slow("bfloat16")])
+@pytest.fixture(scope="module", params=["float32 1", *map(slow, ("float32 2", "float16 2", "bfloat16 2"))])
 def errors(
     request: pytest.FixtureRequest, interpreted: Callable[..., dict[str, list[float]]]
 ) -> dict[str, list[float]]:
-    return interpreted("kernels/interpreted_split_keys.py", [request.param, "2"])
+    return interpreted("kernels/interpreted_split_keys.py", request.param.split())
 
 
 @pytest.mark.parametrize("held", ["batch", "lengths", "packed"])
@@ -34,7 +34,7 @@ def errors(
 def test_results_are_those_of_the_formula(errors: dict[str, list[float]], kind: str, held: str) -> None:
     """The interpreter cuts bfloat16 off where a GPU rounds."""
     found = errors[f"{kind}, {held}"]
-    assert len(found) == 2
+    assert found
     assert max(found) <= 1, found
 
 

@@ -18,17 +18,11 @@ from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import WorkloadRequest
+from tests.patterns.test_selected_blocks import seen
 
 N = 41
 FULL = SequenceShape(N, 4, 2, causal=False, window=(-1, -1))
 i, j = np.indices((N, N))
-
-
-def seen(pattern: Pattern, head: int = 0, shape: SequenceShape = FULL) -> np.ndarray:
-    matrix = np.zeros((shape.length, shape.length), bool)
-    for group in pattern.counts(shape, head, np.arange(shape.length)):
-        matrix[group.rows[:, None], group.keys()] = True
-    return matrix
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from dilabench.comparison.matrix import compare_all
 from dilabench.errors import DilabenchError
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.manager import discover
 from dilabench.record import Row, RunRecord
 from dilabench.report.findings import Curve, CurvePlot, Point, render, sections_of
 from dilabench.report.plots.plots import _picture
@@ -67,11 +66,6 @@ def texts(value: Any) -> Iterator[tuple[Any, Any]]:
             yield value, key
         elif isinstance(item, dict | list):
             yield from texts(item)
-
-
-@pytest.fixture(scope="module")
-def catalogue() -> Catalogue:
-    return discover().catalogue
 
 
 def rendered(record: RunRecord, catalogue: Catalogue, name: str) -> str:

@@ -227,6 +227,7 @@ def test_the_newest_runs_are_found_without_reading_the_others(archive, told):
     counts = []
     with HistoryIndex(archive, told.append) as index:
         for size in (100, 1000):
+            index._connection.execute("BEGIN")
             for day in range(size):
                 row = (
                     f"{size}-{day}",
@@ -242,6 +243,7 @@ def test_the_newest_runs_are_found_without_reading_the_others(archive, told):
                     1,
                 )
                 index._connection.execute(f"INSERT INTO runs VALUES ({', '.join('?' * len(row))})", row)
+            index._connection.execute("COMMIT")
             steps = []
             index._connection.set_progress_handler(lambda: steps.append(1), 10)  # noqa: B023
             assert [run.run_id for run in index.runs(2)] == [f"{size}-{size - 2}", f"{size}-{size - 1}"]

@@ -4,7 +4,6 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo, Row, Skipped
 from dilabench.request import run_request
 from dilabench.suites.all import follow_up
@@ -14,11 +13,6 @@ ORDER = ("quick", "implementations", "extreme", "backends", "range", "optimizati
 LAST = {"choice", "billion"}
 CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=143771 * 2**20),))
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["cpu", "cuda"])

@@ -3,18 +3,12 @@
 import pytest
 
 from dilabench.machine import Machine
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
 from dilabench.suites.planner import expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, machine=CPU, **fields):

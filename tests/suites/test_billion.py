@@ -25,11 +25,6 @@ FOUR_H200 = Machine(device="cuda", gpus=4 * H200.gpus)
 SMALL = {"segment_lengths": (256, 512), "dilation_rates": (1, 2), "head_dim": 32}
 
 
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
-
-
 def asked(catalogue, names=("strided",), workload=SMALL, nproc=1, **options):
     fields = {"implementations": list(names), "options": options, "timing": "simple", "nproc": nproc}
     return run_request(catalogue, suite="billion", workload=workload, run=fields)
@@ -109,6 +104,8 @@ def recorded(catalogue, request, tmp_path, monkeypatch):
     )
 
 
+# `extreme` has such searches, too.
+@pytest.mark.slow
 def test_a_small_search_ends_at_the_tokens_requested(catalogue, tmp_path, monkeypatch):
     record = recorded(catalogue, asked(catalogue, tokens="20000"), tmp_path, monkeypatch)
     assert [row.case.workload.seq_len for row in record.rows] == [8192, 20000]

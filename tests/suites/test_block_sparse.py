@@ -6,7 +6,6 @@ import pytest
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.patterns import block_masks, block_sparse
-from dilabench.plugins.manager import discover
 from dilabench.record import (
     CpuInfo,
     Environment,
@@ -27,11 +26,6 @@ from dilabench.suites.planner import expand
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
 SMALL = {"pattern": "block_sparse", "seq_len": 1024, "num_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, machine=CPU, workload=None, **run):

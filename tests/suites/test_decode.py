@@ -7,7 +7,6 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.metadata import COPY_KEY, matmul_key
 from dilabench.plugins.builtin.workloads import DECODE
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.report.columns import COLUMNS, chosen_columns
 from dilabench.report.content import workload_tables
@@ -21,11 +20,6 @@ from dilabench.workload.spec import Workload
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, machine=CPU, **fields):

@@ -24,11 +24,6 @@ CPU = Machine(device="cpu", no_cuda="test")
 SHAPE = {"num_heads": 2, "head_dim": 32, "segment_lengths": (256, 512), "dilation_rates": (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
-
-
 def asked(catalogue, names=("strided",), mode="forward", **options):
     run_fields = {"implementations": list(names), "options": options, "device": "cpu"}
     workload = {**SHAPE, **({"mode": mode} if mode else {})}

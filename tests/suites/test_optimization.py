@@ -1,9 +1,6 @@
 """Suite `optimization`: everything off, each alone, all together."""
 
-import pytest
-
 from dilabench.machine import Machine
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
 from dilabench.suites import planner
@@ -12,11 +9,6 @@ from dilabench.suites.planner import expand
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
 NAMES = ["nothing", "pattern cache", "buffer pool", "CUDA graph", "torch.compile", "all together"]
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, machine=HOPPER, **run):

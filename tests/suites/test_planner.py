@@ -7,18 +7,12 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import RunRequest, run_request
 from dilabench.suites.planner import Planner, expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),))
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, suite="implementations", machine=CPU, **fields):

@@ -5,7 +5,6 @@ import pytest
 from dilabench import machine
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
 from dilabench.suites.planner import expand
@@ -13,11 +12,6 @@ from dilabench.workload.ranges import RANGES
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def plan(catalogue, machine=CPU, **fields):

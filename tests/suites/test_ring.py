@@ -2,7 +2,6 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
@@ -15,11 +14,6 @@ ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0
 DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
 LIBRARY = "library-over-ranks"
 DILATED = ("fused-allgather", "ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def cases_of(catalogue, machine=CPU, **fields):

@@ -3,7 +3,6 @@
 import pytest
 
 from dilabench.plugins.builtin.workloads import PRESETS, RING
-from dilabench.plugins.manager import discover
 from dilabench.suites.planner import workload_request
 
 LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
@@ -135,11 +134,6 @@ SETS = {
     "gqa": ("qwen3_4b", "qwen3_14b", "qwen3_32b"),
     "zigzag": ("zigzag_tiny", "zigzag_small", "zigzag_medium"),
 }
-
-
-@pytest.fixture(scope="module")
-def catalogue():
-    return discover().catalogue
 
 
 def test_nothing_is_missing_or_extra(catalogue):

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from dilabench.cli import options as shared
 from dilabench.cli.app import list_configs
 from dilabench.cli.github import GithubSummary, append_summary, require_github
-from dilabench.cli.options import OldNames, discovered, given, lengths_of, names
+from dilabench.cli.options import OldNames, backend_text, discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode, gravest
@@ -376,7 +376,7 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     return (
         str(index),
         name,
-        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        backend_text(plan),
         str(case.world_size),
         label,
         workload.pattern.details(workload.shapes)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import OldNames, discovered, given, names
+from dilabench.cli.options import OldNames, backend_text, discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import Lines, print_table, say, say_folded
@@ -302,8 +302,7 @@ def _as_data(case: PlannedCase, planner: Planner, capacity: int | None) -> dict[
 
 
 def _names(case: PlannedCase) -> tuple[str, str]:
-    starred = "*" if case.requested_backend == "auto" and case.case.backend else ""
-    return case.case.implementation, (case.case.backend or "-") + starred
+    return case.case.implementation, backend_text(case)
 
 
 def _head(case: PlannedCase) -> tuple[str, ...]:

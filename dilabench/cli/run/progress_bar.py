@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import console, say
-from dilabench.engine.progress import Progress, Silent
+from dilabench.engine.progress import Progress
 from dilabench.record import Case, PlannedCase, Row
 from dilabench.units import format_seconds, printable
 from dilabench.workload.spec import Workload
@@ -98,7 +98,7 @@ class RunProgress:
         return pace * others_s + max(0.0, pace * current_s - (now - self._ended_at))
 
 
-class ProgressReporter(Silent):
+class ProgressReporter(Progress):
     """Listens to a run and prints its progress, a failure immediately; subclasses define how."""
 
     def __init__(self, progress: RunProgress) -> None:

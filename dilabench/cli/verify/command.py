@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import discovered, given, names
+from dilabench.cli.options import backend_text, discovered, given, names
 from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import ROW_INDENT, say, say_folded
@@ -155,7 +155,7 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
     case = plan.case
     return (
         case.implementation,
-        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        backend_text(plan),
         f"{case.workload.label()} · {case.workload.pattern.label()}",
         case.workload.mode,
     )

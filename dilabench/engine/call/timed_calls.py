@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dilabench.distributed.world import World
-from dilabench.engine.call.digests import fast_digest
-from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw, result_form
+from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs, draw, fast_digest, result_form
 from dilabench.engine.call.kept_call import KeptCall, KeptRow
 from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilabench.engine.call.digests import STEP
+from dilabench.engine.call.inputs import DIGEST_STEP
 from dilabench.engine.call.intact import restored
 from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
@@ -130,7 +130,7 @@ def digest(tensor: Tensor) -> Tensor:
     aligned = wide and all(stride * tensor.element_size() % 8 == 0 for stride in tensor.stride()[:-1])
     aligned = aligned and tensor.storage_offset() * tensor.element_size() % 8 == 0
     bits = tensor.view(torch.int64 if aligned and tensor.ndim else INTEGER[tensor.element_size()])
-    factors = torch.arange(1, bits.shape[-1] + 1, device=bits.device).mul_(STEP).bitwise_or_(1)
+    factors = torch.arange(1, bits.shape[-1] + 1, device=bits.device).mul_(DIGEST_STEP).bitwise_or_(1)
     if bits.dim() < 2:
         return (bits * factors).sum(-1)
     # A product has the width of a word of 8 bytes for any values.

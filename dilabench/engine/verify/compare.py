@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilabench.engine.verify.oracle.slope import Slope, no_better_than, slope, slope_limit
 from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
-from dilabench.engine.verify.slope import Slope, no_better_than, slope, slope_limit
 from dilabench.record import Check
 
 # (name, positions) of each axis of a compared tensor; None: the index itself is the position. No name: the axis is not

@@ -132,6 +132,11 @@ def row_axes(oracle: Oracle) -> Axes:
     )
 
 
+def key_axes(oracle: Oracle) -> Axes:
+    """Names of the axes of gradients at the sampled keys."""
+    return (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
+
+
 def how_many(oracle: Oracle) -> str:
     """The compared tensors, for a check's detail."""
     count = oracle.sample.row_count
@@ -147,9 +152,8 @@ def _gradient_checks(oracle: Oracle, result: Result, index: int, name: str, expe
     if name == CheckName.DQ:
         yield from compare_both_ways(name, oracle.sampled(gradient), expected, row_axes(oracle), dout)
         return
-    axes = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
     keys = "every key" if oracle.sample.keys is None else f"{len(oracle.sample.keys)} keys"
-    yield from compare_both_ways(name, oracle.sampled_keys(gradient), expected, axes, f"{dout}; {keys}")
+    yield from compare_both_ways(name, oracle.sampled_keys(gradient), expected, key_axes(oracle), f"{dout}; {keys}")
 
 
 def _lse_checks(function: Callable[..., Tensor], oracle: Oracle, seen: Seen) -> Iterator[Check]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from dilabench.engine.verify.heads import GRADIENTS, Seen
 from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.slope import slope
 from dilabench.engine.verify.oracle.sums import is_sum
 from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
-from dilabench.engine.verify.slope import slope
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape, ZeroKeys
 from dilabench.record import Check, CheckName
 from dilabench.workload.spec import UNBOUNDED, Workload

@@ -11,9 +11,9 @@ from dilabench.engine.verify.call import Result, form_checks
 from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle.blocks import zero_keys
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.planes import VALUE
 from dilabench.engine.verify.oracle.sums import is_sum, out_of_ones
 from dilabench.engine.verify.oracle.tolerance import Expected, ones_tolerance
-from dilabench.engine.verify.planes import VALUE
 from dilabench.record import Check, CheckName
 from dilabench.workload.visibility import alike_heads, seen_by
 

@@ -30,7 +30,7 @@ from dilabench.engine.verify import summary
 from dilabench.engine.verify.across_ranks import RanksOracle
 from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare_both_ways
-from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
+from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, key_axes, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.timed_outputs import TimedOutputs
 from dilabench.engine.worker.replies import Isolated
@@ -196,9 +196,8 @@ def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
     # The oracle's tensors fit only now.
     del out
     yield from compare_both_ways(CheckName.OUT, rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
-    keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
     for index, gradient in enumerate(gradients):
-        name, axes = GRADIENTS[index], keys if index else row_axes(oracle)
+        name, axes = GRADIENTS[index], key_axes(oracle) if index else row_axes(oracle)
         if gradient is None:
             yield Check(name=name, passed=False, detail=NO_GRADIENT)
         else:

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 from pydantic import TypeAdapter
 
 from dilabench.engine.device.lock import device_lock
-from dilabench.engine.progress import Silent
+from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import (
     LOOK_S,
     START_TIMEOUT_S,
@@ -144,7 +144,7 @@ class Serving:
         if request.settings is not None:
             if request.locks and not self._locked:
                 lock = device_lock(
-                    self._machine, self._rank.store_address, Silent(), gpus=request.locks, wait_s=START_TIMEOUT_S / 2
+                    self._machine, self._rank.store_address, Progress(), gpus=request.locks, wait_s=START_TIMEOUT_S / 2
                 )
                 self._held.enter_context(lock)
                 self._locked = True

@@ -293,55 +293,53 @@ DENSE_MODELS: tuple[WorkloadPreset, ...] = (
 )
 
 
-def _last_rows(
-    name: str, summary: str, shape: tuple[int, int, int, int, int], queries: int, **fields: Any
-) -> WorkloadPreset:
-    """A preset whose queries are the last rows of its N keys."""
-    return _preset(name, summary, shape, query_len=queries, **fields)
-
-
 DECODE: tuple[WorkloadPreset, ...] = (
-    _last_rows("llama3_8b_decode", "one token over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), 1),
-    _last_rows(
+    _preset(
+        "llama3_8b_decode", "one token over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), query_len=1
+    ),
+    _preset(
         "llama3_70b_tp8_decode",
         "one token over a cache of 32K, the heads of Llama 3 70B on one of 8 ranks",
         (1, 8, 1, 128, 32768),
-        1,
+        query_len=1,
     ),
     # openai/gpt-oss: sliding_window 128 counts the token itself. Its learned sinks are one number for each head, which
     # no workload has.
-    _last_rows(
+    _preset(
         "gpt_oss_decode",
         "one token, layers with a window of 128 in gpt-oss, without its learned sinks",
         (1, 64, 8, 64, 32768),
-        1,
+        query_len=1,
         window=(127, 0),
     ),
-    _last_rows(
+    _preset(
         "longnet_decode",
         "one token over a cache of 128K, the branches of longnet_128k, D 64",
         (1, 16, 16, 64, 131072),
-        1,
+        query_len=1,
         pattern="dilated",
         segment_lengths=LONGNET_SEGMENTS,
         dilation_rates=(1, 2, 4, 8, 16),
     ),
-    _last_rows(
-        "speculative_4", "four drafted tokens over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), 4
+    _preset(
+        "speculative_4",
+        "four drafted tokens over a cache of 32K, heads of Llama 3 8B",
+        (1, 32, 8, 128, 32768),
+        query_len=4,
     ),
-    _last_rows(
+    _preset(
         "chunked_prefill_2k",
         "the last 2K tokens of a prompt of 128K, heads of Llama 3 8B",
         (1, 32, 8, 128, 131072),
-        2048,
+        query_len=2048,
     ),
     # The absorbed form: all heads read one latent of kv_lora_rank 512, with 64 rotated channels as keys. The scale
     # stays that of keys of 192.
-    _last_rows(
+    _preset(
         "mla_decode",
         "one token over a cache of 32K latents, the absorbed MLA of DeepSeek-V3: keys of 576, values of 512",
         (1, 128, 1, 576, 32768),
-        1,
+        query_len=1,
         value_dim=512,
         scale=192**-0.5,
     ),

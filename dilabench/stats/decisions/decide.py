@@ -20,7 +20,7 @@ from dilabench.errors import ConfigError
 from dilabench.machine import CUDA, device_named
 from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, estimate_many, median_variance
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
-from dilabench.stats.samples.location import Interval, t_quantile
+from dilabench.stats.samples.location import CONFIDENCE, Interval, t_quantile
 from dilabench.units import change_text, counted, percent_text
 
 MIN_CHANGE_NS = 2_000.0
@@ -109,19 +109,14 @@ def judge_many(
     pairs: Sequence[PairedRounds],
     policy: Policy,
     times_ns: Sequence[tuple[float, float]] | None = None,
-    *,
-    effect_size: bool = True,
 ) -> list[Verdict]:
     """Verdicts on many interleaved comparisons, in order; pass them to `control_family` before gating.
 
-    `times_ns`: as of `estimate_many`. Without `effect_size` they have no A12, which takes the longest where slots hold
-    many samples.
+    `times_ns`: as of `estimate_many`.
 
     Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
-    estimates = estimate_many(
-        pairs, times_ns, sigma_aa=policy.sigma_aa or 0.0, confidence=policy.confidence, effect_size=effect_size
-    )
+    estimates = estimate_many(pairs, times_ns, sigma_aa=policy.sigma_aa or 0.0, confidence=policy.confidence)
     return [decide(estimate, policy) for estimate in estimates]
 
 
@@ -331,16 +326,19 @@ class DetectionRate:
         return self.hits / self.trials
 
 
-def binomial_interval(hits: int, trials: int, confidence: float = 0.95) -> Interval:
-    """Exact interval of a proportion (Clopper and Pearson, 1934). Raises ConfigError unless 0 <= hits <= trials."""
+def binomial_interval(hits: int, trials: int) -> Interval:
+    """Exact 95 % interval of a proportion (Clopper and Pearson, 1934).
+
+    Raises ConfigError unless 0 <= hits <= trials.
+    """
     if not 0 <= hits <= trials or trials == 0:
         raise ConfigError(
             f"{hits} hits of {trials} trials; hits must be between 0 and the number of trials, which must be positive"
         )
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low = float(betaincinv(hits, trials - hits + 1, tail)) if hits > 0 else 0.0
     high = float(betaincinv(hits + 1, trials - hits, 1 - tail)) if hits < trials else 1.0
-    return Interval(low, high, confidence)
+    return Interval(low, high, CONFIDENCE)
 
 
 def detection_rate(verdicts: Sequence[Verdict], code: Code = Code.SLOWER) -> DetectionRate:

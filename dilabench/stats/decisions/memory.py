@@ -24,12 +24,11 @@ class MemoryCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryVerdict:
-    """Peak against peak. `threshold_bytes` is the change that must be exceeded, max(1 % of the baseline, 2 MiB)."""
+    """Peak against peak."""
 
     code: MemoryCode
     baseline_bytes: int
     candidate_bytes: int
-    threshold_bytes: float
     reason: str
     hint: str = ""
 
@@ -57,7 +56,6 @@ def judge_memory(
         code=code,
         baseline_bytes=baseline_bytes,
         candidate_bytes=candidate_bytes,
-        threshold_bytes=threshold,
         reason=f"peak {baseline_bytes} -> {candidate_bytes} bytes ({change:+d}), limit {threshold:.0f} bytes",
         hint="look for buffers kept alive longer, or saved for backward" if code is MemoryCode.LARGER else "",
     )

@@ -13,9 +13,8 @@ from dilabench.suites.findings.parallel_efficiency import Comparison, comparison
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, speedup
+from dilabench.units import MIB, format_bytes, format_latency, format_rate, format_ratio, speedup
 
-MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
 WEAK_MEANING = (
     "Weak scaling: the same number of tokens on each rank. If attention crosses ranks, longer sequences need more "

@@ -10,7 +10,7 @@ from dilabench.record import Row, RunRecord, Skipped
 from dilabench.report.columns import ABSENT, implementation_text
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.suites.extreme.cases import Search, searches
-from dilabench.units import format_count, format_rate, significant
+from dilabench.units import MIB, format_count, format_rate, significant
 
 COLUMNS = (
     "implementation",
@@ -107,7 +107,7 @@ def _plots(found: Sequence[Search]) -> list[CurvePlot]:
     curves = []
     for search in found:
         rows = sorted(search.fitting, key=lambda row: row.case.workload.seq_len)
-        points = [Point(row.case.workload.seq_len, peak / 2**20) for row in rows if (peak := peak_of(row))]
+        points = [Point(row.case.workload.seq_len, peak / MIB) for row in rows if (peak := peak_of(row))]
         if len(points) > 1:
             row = search.rows[0]
             label = f"{implementation_text(row.case)} {row.case.workload.mode}, {_way(search)}"

@@ -10,11 +10,10 @@ from itertools import groupby
 from dilabench.comparison.view import RowView, locate_rows, view_of
 from dilabench.record import Case, Row, RunRecord
 from dilabench.report.columns import row_name
-from dilabench.report.findings import Curve, CurvePlot, Point, Span
+from dilabench.report.findings import Bars, Curve, CurvePlot, Point, Span
+from dilabench.units import MIB, NS_PER_MS
 from dilabench.workload.spec import Workload
 
-NS_PER_MS = 1e6
-MIB = 2**20
 VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
 
 # Fields that distinguish rows of one name, in the order in which they are added to the name.
@@ -144,6 +143,16 @@ def _drawable(plot: CurvePlot) -> CurvePlot:
     else:
         curves = tuple(curve for curve in plot.curves if curve.points)
     return replace(plot, curves=curves)
+
+
+def latency_bars(label: str, views: Sequence[RowView | None]) -> Bars:
+    """Medians in milliseconds with their intervals; None for a view that is None."""
+    return Bars(
+        label=label,
+        values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in views),
+        low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in views),
+        high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in views),
+    )
 
 
 def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:

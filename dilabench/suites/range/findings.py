@@ -10,7 +10,6 @@ from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import (
-    NS_PER_MS,
     Series,
     batch_spans,
     batch_text,
@@ -19,7 +18,7 @@ from dilabench.suites.findings.series import (
     plots_over_length,
     series_of,
 )
-from dilabench.units import format_count, format_latency, format_rate, format_ratio
+from dilabench.units import NS_PER_MS, format_count, format_latency, format_rate, format_ratio
 
 SKIPPED = "skipped"
 # Cells of rows without a time.

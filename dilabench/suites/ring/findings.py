@@ -12,8 +12,15 @@ from dilabench.report.columns import ABSENT, COLUMNS, implementation_text, row_n
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.exposure import expected_bytes, exposure, modelled
 from dilabench.suites.findings.parallel_efficiency import MODES, Comparison, comparisons
-from dilabench.suites.findings.series import NS_PER_MS
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, gigabytes_per_second, significant
+from dilabench.units import (
+    NS_PER_MS,
+    format_bytes,
+    format_latency,
+    format_rate,
+    format_ratio,
+    gigabytes_per_second,
+    significant,
+)
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
 # The columns of each mode, and its word among speed-ups.

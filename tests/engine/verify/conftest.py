@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from dilabench.impls.visible_keys import multiplicity
+from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}
 BASE = {"pattern": BRANCHES, "batch_size": 2, "seq_len": 61, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24}
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def failing(verification: Verification) -> set[str]:
+    """The names of the checks that failed."""
+    return {check.name for check in verification.checks if not check.passed}
 
 
 class DenseMask:

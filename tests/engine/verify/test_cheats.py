@@ -11,15 +11,11 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
 from dilabench.engine.verify.oracle.reference import build
 from dilabench.impls.visible_keys import multiplicity
-from dilabench.record import Verification
 from dilabench.workload.spec import Workload
+from tests.engine.verify.conftest import failing
 
 MakeWorkload = Callable[..., Workload]
 CONTEXT = BuildContext(device=torch.device("cpu"))
-
-
-def failing(verification: Verification) -> set[str]:
-    return {check.name for check in verification.checks if not check.passed}
 
 
 def counts(workload: Workload) -> Tensor:

@@ -17,6 +17,7 @@ from dilabench.impls.ring import multihead
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
+from tests.engine.verify.conftest import failing
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
 
@@ -41,10 +42,6 @@ class Projected(nn.Module):
             for linear, x in zip((self.q, self.k, self.v), (q, k, v), strict=True)
         )
         return self.o(self.attention(*parts).flatten(-2))
-
-
-def failing(verification: Verification) -> set[str]:
-    return {check.name for check in verification.checks if not check.passed}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

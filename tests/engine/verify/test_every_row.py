@@ -20,6 +20,7 @@ from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
+from tests.engine.verify.conftest import failing
 
 LENGTH = 3072
 CPU = Machine(device="cpu", no_cuda="test")
@@ -44,10 +45,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 def second(build: Any = lambda: attend) -> Confirmed:
     return Confirmed("another", build)
-
-
-def failing(verification: Any) -> set[str]:
-    return {check.name for check in verification.checks if not check.passed}
 
 
 @pytest.fixture(scope="module")

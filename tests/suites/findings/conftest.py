@@ -98,3 +98,8 @@ def record():
         )
 
     return make
+
+
+def table(section):
+    """The rows of a section's table by column."""
+    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]

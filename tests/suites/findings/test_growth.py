@@ -4,12 +4,9 @@ import pytest
 
 from dilabench.suites.findings.series import series_of
 from dilabench.suites.range.findings import analyse
+from tests.suites.findings.conftest import table
 
 LENGTHS = (1000, 2000, 4000, 8000)
-
-
-def table(section):
-    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
 
 
 def rows_of(row, name, law, at=0, lengths=LENGTHS, **changes):

@@ -5,14 +5,11 @@ import pytest
 from dilabench.plugins.manager import discover
 from dilabench.report.findings import sections_of
 from dilabench.suites.distributed.findings import analyse
+from tests.suites.findings.conftest import table
 
 CATALOGUE = discover().catalogue
 
 SHAPE = {"pattern": {"kind": "dense"}, "num_heads": 4, "num_kv_heads": 4, "dtype": "float32", "mode": "both"}
-
-
-def table(section):
-    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dilabench.report.markdown import to_text as markdown
 from dilabench.report.table import to_text
 from dilabench.suites.findings.exposure import exposure, modelled
 from dilabench.suites.ring.findings import MODEL, analyse, workload_text
+from tests.suites.findings.conftest import table
 
 CATALOGUE = discover().catalogue
 
@@ -18,10 +19,6 @@ SHAPE = {"pattern": DENSE, "seq_len": 4096, "num_heads": 4, "num_kv_heads": 4, "
 PARTS = {"whole": 60.0, "computation": 45.0, "communication": 30.0}
 # Zigzag on 2 ranks, both ways: of K and V half a shard or a whole one comes, and of dK and dV the other way round.
 RECEIVED = 2 * 2048 * 4 * 24 * 4 * 3 // 2
-
-
-def table(section):
-    return [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
 
 
 @pytest.fixture

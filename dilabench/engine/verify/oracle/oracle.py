@@ -12,6 +12,7 @@ from torch import Tensor
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
 from dilabench.engine.verify.oracle.blocks import accumulation_dtype
 from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
+from dilabench.engine.verify.oracle.planes import Planes, make_planes
 from dilabench.engine.verify.oracle.rounding import Rows, alike_weights, gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.sample import Sample, choose_sample
 from dilabench.engine.verify.oracle.tolerance import (
@@ -23,7 +24,6 @@ from dilabench.engine.verify.oracle.tolerance import (
     out_floor_ulps,
     plain_dtype,
 )
-from dilabench.engine.verify.planes import Planes, make_planes
 from dilabench.workload.spec import Workload
 
 # Rows on which the second call is compared; its other rows serve the dependency probe.

@@ -63,7 +63,7 @@ from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
 from dilabench.engine.verify.oracle.blocks import accumulation_dtype
-from dilabench.engine.verify.slope import NO_SLOPE, SIGMAS, Slope, slope
+from dilabench.engine.verify.oracle.slope import NO_SLOPE, SIGMAS, Slope, slope
 from dilabench.workload.spec import Workload
 
 # A softmax.

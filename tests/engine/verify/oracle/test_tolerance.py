@@ -5,8 +5,8 @@ from torch import Tensor
 
 from dilabench.contracts import AttentionFn
 from dilabench.engine.verify import Oracle, summary, verify
+from dilabench.engine.verify.oracle.slope import slope, slope_limit
 from dilabench.engine.verify.oracle.tolerance import errors, rows_last
-from dilabench.engine.verify.slope import slope, slope_limit
 from dilabench.workload.spec import Workload
 
 KEYS = 3072

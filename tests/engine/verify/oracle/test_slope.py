@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.verify import Oracle, summary, verify
-from dilabench.engine.verify.slope import MIN_ROWS, NO_SLOPE, Slope, slope, slope_limit
+from dilabench.engine.verify.oracle.slope import MIN_ROWS, NO_SLOPE, Slope, slope, slope_limit
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
+from tests.engine.verify.conftest import failing
 
 MakeWorkload = Callable[..., Workload]
-
-
-def failing(verification: object) -> set[str]:
-    return {check.name for check in verification.checks if not check.passed}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
