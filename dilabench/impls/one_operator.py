@@ -97,11 +97,7 @@ def is_plain_eager_call(*tensors: Tensor | None) -> bool:
         return False
     for x in tensors:
         if x is not None and (
-            type(x) not in PLAIN
-            or x.layout is not torch.strided
-            or x.is_nested
-            or x.is_neg()
-            or x._is_zerotensor()
+            type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg() or x._is_zerotensor()
         ):
             return False
     return True
