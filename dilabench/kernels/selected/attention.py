@@ -88,12 +88,12 @@ def selected_forward(
     lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
     if indices.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    results = {"q": in_rows(q), "k": in_rows(k), "v": in_rows(v), "out": out.flatten(0, -3), "lse": lse}
+    tensors = plan.as_read({"q": q, "k": k, "v": v}) | {"out": out, "lse": lse}
     alike = lists.alike() if plan.united else None
     if plan.forms[alike] == "query":
-        query_form("forward", results, plan.given, lists.query_tiles(alike), lists.cache)
+        query_form("forward", tensors, plan.given, lists.query_tiles(alike), lists.cache)
     else:
-        _gathered(results, lists)
+        _gathered(tensors, lists)
     return out, lse
 
 
@@ -132,7 +132,7 @@ def selected_backward(
     by_row = 1, in_order.shape[-1], 1, q.shape[-1]
     layout_of_stats = cache.once("stats", lambda: StatsLayout.of(by_row[1]))
     stats = bwd_preprocess(out.reshape(by_row), dout.reshape(by_row), in_order, layout_of_stats, cache, "row sums")
-    tensors = {name: in_rows(x) for name, x in given.items()} | {"stats": stats, "dq": dq.flatten(0, -3)}
+    tensors = plan.as_read(given) | {"stats": stats, "dq": dq}
     if block == 1:
         _token_gradients(tensors, dk, dv, lists)
         return dq, dk, dv
@@ -142,7 +142,7 @@ def selected_backward(
         query_form("gradient", tensors, plan.given, lists.query_tiles(alike), cache)
     else:
         _gathered(tensors, lists)
-    tensors |= {"dk": dk.flatten(0, -3), "dv": dv.flatten(0, -3)}
+    tensors |= {"dk": dk, "dv": dv}
     by_key, shares = lists.by_key(lists.selection), lists.shares(plan.entries_by_key)
     key_gradients(tensors, plan.given, lists.selection, by_key, shares, plan.by_key, cache)
     return dq, dk, dv
@@ -163,14 +163,16 @@ class _Options(NamedTuple):
 class _Plan:
     """How a pass over tensors of these layouts is computed.
 
-    given: `operands.operand_arguments`. forms: by whether neighbours select alike, None if that is not known. each:
-    tiles of single tokens, or of as many as fill one. united: of neighbours, if more of them fit into one. gathered:
-    tiles of the gathered form, over ``at_a_time`` tokens, whose programs take ``entries`` queries of a list. by_key:
-    of dK and dV, whose programs take ``entries_by_key``; of single tokens, of dQ.
+    given: `operands.operand_arguments`. is_in_rows: kernels read the operands as they are. forms: by whether neighbours
+    select alike, None if that is not known. each: tiles of single tokens, or of as many as fill one. united: of
+    neighbours, if more of them fit into one. gathered: tiles of the gathered form, over ``at_a_time`` tokens, whose
+    programs take ``entries`` queries of a list. by_key: of dK and dV, whose programs take ``entries_by_key``; of single
+    tokens, of dQ.
     """
 
     scale: float
     given: dict[str, Any]
+    is_in_rows: bool
     forms: Mapping[bool | None, Form]
     each: tuple[QueryRows, TileConfig]
     united: UnionRows | None
@@ -210,9 +212,11 @@ class _Plan:
         if block == 1:
             by_key = tiles("token_gradient")
         many = tuned.TILES_OF_A_BLOCK if block <= keys_of_tile(block, gathered) else 1
+        rows = {name: in_rows(x) for name, x in operands.items()}
         return cls(
             options.scale,
-            operand_arguments({name: in_rows(x) for name, x in operands.items()}, options.scale),
+            operand_arguments(rows, options.scale),
+            all(rows[name].data_ptr() == x.data_ptr() for name, x in operands.items()),
             {alike: options.form or select_form(direction, *kind, alike) for alike in (None, False, True)},
             each,
             united,
@@ -222,6 +226,10 @@ class _Plan:
             by_key,
             entries_of_share(indices.numel(), block, kind[0], by_key),
         )
+
+    def as_read(self, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The operands in memory that kernels read: copies only where they must be."""
+        return operands if self.is_in_rows else {name: in_rows(x) for name, x in operands.items()}
 
 
 def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
@@ -401,7 +409,7 @@ def _tokens_at_a_time(bytes_of_token: int) -> int:
 def _token_gradients(tensors: dict[str, Tensor], dk: Tensor, dv: Tensor, lists: _Lists) -> None:
     """Write dq, dk and dv of blocks of one key."""
     q, k, plan = tensors["q"], tensors["k"], lists.plan
-    rows, kv_heads, dim = k.shape
+    rows, (kv_heads, dim) = lists.selection.rows, k.shape[-2:]
     shape = query_rows(plan.given["GROUP"], 1, plan.by_key, most_queries=1)
     sums = torch.zeros((kv_heads, lists.selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
     slots = lists.selection.indices.shape[-1]
