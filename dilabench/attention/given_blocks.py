@@ -99,6 +99,8 @@ def of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
     if not call.key_bounds and workload is None:
         return NOTHING_SEEN
     made = partial(_over_blocks, kinds, call, workload, indices)
+    if not indices.is_cuda:
+        return _by_indices.get(indices, (kinds, call), made)
     # A graph reads them at each replay.
     if is_captured(indices):
         return made()

@@ -326,17 +326,11 @@ def _are_plain(plain: Plain, span: int | None, *tensors: Tensor) -> bool:
     """Return True if a kernel takes tensors of plain shapes as they are, in one launch, on the current device."""
     multiple = plain.alignment_bytes
     for x in tensors:
-        if multiple > 1 and x.data_ptr() % multiple:
+        if x.is_contiguous():
+            if multiple > 1 and x.data_ptr() % multiple:
+                return False
+        elif not _aligned(x, multiple) or (span is not None and x.untyped_storage().nbytes() > span * x.element_size()):
             return False
-        if not x.is_contiguous():
-            itemsize, (*steps, last) = x.element_size(), x.stride()
-            if last != 1 and x.shape[-1] > 1:
-                return False
-            if span is not None and x.untyped_storage().nbytes() > span * itemsize:
-                return False
-            for step, size in zip(steps, x.shape, strict=False):
-                if size > 1 and step * itemsize % multiple:
-                    return False
     x = tensors[0]
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 
