@@ -266,16 +266,8 @@ def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) 
         raise ValueError(f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time")
 
 
-class _Pass(NamedTuple):
-    """What passes over tensors of one layout and one selection have in common."""
-
-    plan: _Plan
-    cache: LaunchCache
-    selection: TokenSelection
-
-
 class _Lists(NamedTuple):
-    """A pass, and the lists of its selection: those that are kept, or made now."""
+    """What passes over tensors of one layout and one selection share, and lists: those that are kept, or made now."""
 
     kept: KeptLists
     direction: Direction
@@ -301,10 +293,10 @@ class _Lists(NamedTuple):
         requested = tuple(tiles.items()) if tiles else ()
         kind = direction, options, requested, *map(layout, (*operands.values(), *results))
 
-        def made() -> _Pass:
+        def made() -> tuple[_Plan, LaunchCache, TokenSelection]:
             cache = LaunchCache.of(*kind, layout(indices))
             plan = cache.once("plan", lambda: _Plan.of(direction, options, dict(requested), operands, indices))
-            return _Pass(plan, cache, kept.once("selection", selection))
+            return plan, cache, kept.once("selection", selection)
 
         def selection() -> TokenSelection:
             of_all = options.block, options.causal
