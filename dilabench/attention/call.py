@@ -28,7 +28,6 @@ from dilabench.impls.last_rows import BySequence, Run
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     ON_ONE_DEVICE,
-    PLAIN,
     as_one_operator,
     eager,
     is_plain_eager_call,
@@ -67,11 +66,8 @@ def attend(
     ValueError for what does not fit together.
     """
     tensors, packed = (query, key, value), cu_seqlens is not None
-    if torch.compiler.is_compiling() or not (
-        PLAIN.issuperset(map(type, tensors))
-        and query.layout == key.layout == value.layout == torch.strided
-        and not (query.is_nested or key.is_nested or value.is_nested)
-    ):
+    is_plain = is_plain_eager_call(query, key, value, indices)
+    if not is_plain:
         operands.check_are_tensors(query=query, key=key, value=value)
     if type(causal) is not bool:
         operands.check_options({"causal": causal})
@@ -102,7 +98,7 @@ def attend(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
-    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+    if not (is_plain or torch.compiler.is_compiling()) and torch._C._is_tracing():
         # The trace may later run with gradients.
         wants_gradient = True
     sides = window if type(window) is tuple else operands.integers("window", window)
@@ -110,17 +106,16 @@ def attend(
     if not isinstance(backend, str):
         operands.check_options({"backend": backend})
         own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
-    if isinstance(given, Pattern):
+    if is_plain:
         call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends, softcap)  # type: ignore[arg-type]
-        if is_plain_eager_call(query, key, value) and (blocks is None or is_plain_eager_call(blocks)):
-            computation = FINDER._computation_for(query, key, value, call, blocks, unread, unread_ends)
-            if sink is not None:
-                operands.check_sink(sink, query, given)
-            elif not wants_gradient:
-                out, lse, *_ = computation.forward(query, key, value)
-                return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
-            out, lse = eager(computation, query, key, value, sink, blocks, unread, only_out=only_out)
+        computation = FINDER._computation_for(query, key, value, call, blocks, unread, unread_ends)
+        if sink is not None:
+            operands.check_sink(sink, query, call.pattern)
+        elif not wants_gradient:
+            out, lse, *_ = computation.forward(query, key, value)
             return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+        out, lse = eager(computation, query, key, value, sink, blocks, unread, only_out=only_out)
+        return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
     fields = fields_of(given) if isinstance(given, Pattern) else given
     if fields is None:
         # A compiler cannot trace the pattern: the graph breaks here.

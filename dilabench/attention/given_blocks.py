@@ -25,7 +25,7 @@ from dilabench.impls.operator_rules import materialised
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.block_sparse.selected import SelectedPlan
-from dilabench.kernels.streams import is_captured
+from dilabench.kernels.streams import is_captured, stream_number
 from dilabench.patterns.answers import Compression, HiddenRows, SelectedKeys, SequenceShape
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -105,8 +105,7 @@ def of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
     if is_captured(indices):
         return made()
     # Lists that a stream makes are complete for that stream.
-    stream = torch.cuda.current_stream(indices.device).cuda_stream
-    return _by_indices.get(indices, (kinds, call, stream), made)
+    return _by_indices.get(indices, (kinds, call, stream_number(indices)), made)
 
 
 _by_indices = operands.OfTensors[Computation]()
@@ -176,6 +175,8 @@ def _over_sequences(kinds: Kinds, call: Call, indices: Tensor) -> BySequence:
 
 def _with_none_before(indices: Tensor, rows: int, axis: int) -> Tensor:
     """Indices with this many rows before them that select no block."""
+    if not rows:
+        return indices
     return torch.cat([indices.new_full((*indices.shape[:axis], rows, *indices.shape[axis + 1 :]), -1), indices], axis)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,12 +91,16 @@ CUDA_KERNEL = Plain(
 
 
 def adapted(
-    forward: KernelForward, backward: KernelBackward, plain: Plain, derivative: bool = False
+    forward: KernelForward,
+    backward: KernelBackward,
+    plain: Plain,
+    derivative: Literal["none", "of one layout", "of any layout"] = "none",
 ) -> tuple[Attend, AttendBackward]:
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
-    derivative: `forward` is operators of torch, whose derivative is what `backward` calls. Then `attend.differentiable`
-    is attention that torch differentiates without Python, or None for tensors that are not plain.
+    derivative: `forward` is operators of torch, whose derivative is what `backward` calls; it takes gradients of out's
+    layout, or of any. Then `attend.differentiable` is attention that torch differentiates without Python, or None for
+    tensors that are not plain.
     Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
     of the matrix such a mask starts from (except over fewer queries with `aligns_ends`), and if a single batch item
     spans more than a launch can address.
@@ -157,10 +161,12 @@ def adapted(
         if not (all(are_plain) and q.is_contiguous() and _are_plain(plain, plain.backward_span, q, k, v)):
             return None
         out, lse = forward(q, k, v, call)
-        # Kernels take gradients of out's layout, which the derivatives of two views give them.
-        return (out.view(-1).view(q.shape), lse) if out.requires_grad and out.is_contiguous() else None
+        if not (out.requires_grad and out.is_contiguous()):
+            return None
+        # The derivatives of two views make gradients contiguous.
+        return (out if derivative == "of any layout" else out.view(-1).view(q.shape)), lse
 
-    if derivative:
+    if derivative != "none":
         attend.differentiable = differentiable  # type: ignore[attr-defined]
     return attend, attend_backward
 
@@ -320,17 +326,11 @@ def _are_plain(plain: Plain, span: int | None, *tensors: Tensor) -> bool:
     """Return True if a kernel takes tensors of plain shapes as they are, in one launch, on the current device."""
     multiple = plain.alignment_bytes
     for x in tensors:
-        if multiple > 1 and x.data_ptr() % multiple:
+        if x.is_contiguous():
+            if multiple > 1 and x.data_ptr() % multiple:
+                return False
+        elif not _aligned(x, multiple) or (span is not None and x.untyped_storage().nbytes() > span * x.element_size()):
             return False
-        if not x.is_contiguous():
-            itemsize, (*steps, last) = x.element_size(), x.stride()
-            if last != 1 and x.shape[-1] > 1:
-                return False
-            if span is not None and x.untyped_storage().nbytes() > span * itemsize:
-                return False
-            for step, size in zip(steps, x.shape, strict=False):
-                if size > 1 and step * itemsize % multiple:
-                    return False
     x = tensors[0]
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 

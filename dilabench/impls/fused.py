@@ -23,7 +23,7 @@ from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, capped_plan, document_plan, residue_plan
 from dilabench.kernels.fused.zero_keys import ZeroKeysOfDocuments
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
-from dilabench.kernels.streams import record
+from dilabench.kernels.streams import record, stream_number
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -107,9 +107,7 @@ class Packings:
             return ()
         if packing.is_read_by_graph(x):
             return self._zero_keys(packing.bounds(x), packing.tokens, self._detached)
-        is_there = type(x) is Tensor and x.is_cuda
-        stream = torch.cuda.current_stream(x.device).cuda_stream if is_there else 0
-        key = packing, stream, type(x)
+        key = packing, stream_number(x), type(x)
         found = self._kept.pop(key, None)
         if found is None:
             found = self._zero_keys(packing.bounds(x), packing.tokens, self._detached)

@@ -81,9 +81,10 @@ def _computation(number: int, q: Tensor, k: Tensor, v: Tensor, asked: str, *read
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def is_plain_eager_call(*tensors: Tensor) -> bool:
-    """Return True if a call is plain: no compiler, tracer, mode or function transform that must see one operator.
-    Negative views and zero tensors are excluded, because torch's dispatcher copies them before an operator reads them.
+def is_plain_eager_call(*tensors: Tensor | None) -> bool:
+    """Return True if a call is plain: no compiler, tracer, mode or function transform that must see one operator, and
+    strided tensors or None. Negative views and zero tensors are excluded, because torch's dispatcher copies them before
+    an operator reads them.
 
     torch takes a hundred microseconds to call an operator, which passes on only results of known number and shape.
     """
@@ -94,8 +95,10 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
         or torch._C._is_tracing()
     ):
         return False
-    for x in tensors:  # noqa: SIM110 - a generator would take as long as the checks
-        if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
+    for x in tensors:
+        if x is not None and (
+            type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg() or x._is_zerotensor()
+        ):
             return False
     return True
 

@@ -45,6 +45,14 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def stream_number(x: Tensor) -> int:
+    """The number of the current stream of x's device; 0 on a CPU, and where memory is only traced."""
+    if type(x) is not Tensor or not x.is_cuda:
+        return 0
+    number: int = torch._C._cuda_getCurrentRawStream(x.get_device())
+    return number
+
+
 def is_captured(x: Tensor) -> bool:
     """Return True if a CUDA graph is being captured from what is launched on the device of x."""
     return type(x) is Tensor and x.is_cuda and torch.cuda.is_current_stream_capturing()

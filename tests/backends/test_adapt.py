@@ -187,11 +187,11 @@ class OfTorch(torch.autograd.Function):
         return *math.attend_backward(dout, *ctx.saved_tensors, **ctx.options), None, None
 
 
-def dense_with_a_derivative(plain: Plain) -> Dense:
+def dense_with_a_derivative(plain: Plain, derivative: Any = "of one layout") -> Dense:
     def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor]:
         return OfTorch.apply(q, k, v, call.band.causal, call.scale)
 
-    attend, attend_backward = adapted(forward, Recorder().backward, plain, derivative=True)
+    attend, attend_backward = adapted(forward, Recorder().backward, plain, derivative)
     options = {"causal": True, "window": (-1, -1), "scale": 0.4}
     return Dense(LoadedBackend("of-torch", attend, attend_backward), options)
 
@@ -204,18 +204,24 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.parametrize("derivative", ["of one layout", "of any layout"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-def test_torch_differentiates_what_it_can(gradient: Any) -> None:
-    """With the bits of the backward pass, and the kernel gets gradients whose rows are as those of out."""
-    dense = dense_with_a_derivative(Plain())
+def test_torch_differentiates_what_it_can(gradient: Any, derivative: str) -> None:
+    """With the bits of the backward pass, and the kernel gets gradients whose rows are as those of out, or any."""
+    dense = dense_with_a_derivative(Plain(), derivative)
     leaves = [torch.randn(2, 6, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
     out, lse = eager(dense, *leaves, only_out=True)
     dout = gradient(out.shape)
     OfTorch.given.clear()
     found = torch.autograd.grad(out, leaves, dout)
     (given,) = OfTorch.given
-    # Kernels copy gradients whose last axis has gaps.
-    assert given.is_contiguous() or given.stride(-1) != 1
+    if derivative == "of any layout":
+        # Without a further step in the graph.
+        assert given.stride() == dout.stride()
+        assert type(out.grad_fn).__name__ == "OfTorchBackward"
+    else:
+        # Kernels copy gradients whose last axis has gaps.
+        assert given.is_contiguous() or given.stride(-1) != 1
     assert not lse.requires_grad
     detached = [x.detach() for x in leaves]
     expected = dense.backward(dout, *detached, *dense.forward(*detached))

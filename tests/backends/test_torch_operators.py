@@ -173,8 +173,9 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
             grad_out, query, key, value, out, logsumexp, causal=is_causal, window=window, scale=scale
         )
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
+    for name, function in (("forward", forward), ("backward", backward)):
+        operator = SimpleNamespace(default=function)
+        monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{name}", operator, raising=False)
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "window": (4, -1)}, {"window": (3, 2)}])

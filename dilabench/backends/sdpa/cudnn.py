@@ -94,4 +94,6 @@ def _laid_out_like(x: Tensor, q: Tensor) -> bool:
     )
 
 
-attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, forward_span=None), derivative=True)
+attend, attend_backward = adapted(
+    _forward, _backward, replace(CUDA_KERNEL, forward_span=None), derivative="of one layout"
+)

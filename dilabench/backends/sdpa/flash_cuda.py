@@ -17,7 +17,7 @@ from dilabench.backends.band import Band
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
         q, k, v, *_bounds(q, k, call.sequences), 0.0, call.band.causal, False, scale=call.scale, **_window(call.band)
     )
     return out, lse
@@ -28,7 +28,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The random generator's state and the tensor after it are read only with dropout.
     unread = torch.empty(2, dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+    dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
         dout,
         q,
         k,
@@ -59,5 +59,5 @@ def _window(band: Band) -> dict[str, int]:
 
 
 PLAIN = replace(CUDA_KERNEL, forward_span=None)
-attend, attend_backward = adapted(_forward, _backward, PLAIN, derivative=True)
+attend, attend_backward = adapted(_forward, _backward, PLAIN, derivative="of any layout")
 packed = adapted_packed(_forward, _backward, replace(PLAIN, aligns_ends=True))

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check
 from dilabench.kernels.lse import has_kernel
+from dilabench.kernels.streams import stream_number
 
 if TYPE_CHECKING:
     from dilabench.kernels.selected.lists import KeptLists
@@ -80,12 +81,10 @@ class Tiled(SelectedAttention):
 
     def _kept_for(self, q: Tensor, k: Tensor, v: Tensor) -> _Kept:
         """What passes over such tensors on the current stream read. Raises ValueError for tensors that do not fit."""
-        from dilabench.kernels.selected.lists import KeptLists
-
-        # Where memory is only traced there is no stream.
-        on_gpu = q.is_cuda and torch.cuda.is_initialized()
-        key = q.shape, k.shape, v.shape, torch.cuda.current_stream(q.device) if on_gpu else q.device
+        key = q.shape, k.shape, v.shape, type(q), stream_number(q)
         if key not in self._kept:
+            from dilabench.kernels.selected.lists import KeptLists
+
             check(self.selection, q, k, v)
             indices = self.selection.indices
             indices = indices.to(torch.int32).expand(q.shape[0], *indices.shape[1:]).contiguous()

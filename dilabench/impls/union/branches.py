@@ -4,6 +4,9 @@ Row l of a branch of rate r on residue s of a segment that starts at p is positi
 head h on residue s start at s·H·D + h·D. Heads of one residue have a distance of r heads; heads of successive residues
 are on a diagonal, at a distance of (H + 1)·D. Either can be one axis of a view: heads are cut into runs at constant
 strides.
+
+A branch nests in one of a lower rate if its rows are among the other's, and its segments are unions of the other's: its
+pairs in one of those segments are pairs of the other, too. The branches of a head form chains of such branches.
 """
 
 from __future__ import annotations
@@ -229,3 +232,56 @@ def _stacks(runs: Sequence[Run]) -> Iterator[tuple[Run, Progression]]:
 
 def _keys_of(run: Run) -> set[tuple[int, int]]:
     return {run.start.after(run.keys.step, index).key for index in range(run.keys.count)}
+
+
+# On a CPU, smaller calls cost more than pairs that are computed twice.
+LEAST_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One branch of a chain: segment length and rate, the first row of a segment, and the head that it is of."""
+
+    branch: int
+    length: int
+    rate: int
+    place: Place
+
+    def holds(self, other: Link, seq_len: int) -> bool:
+        """Return True if the other branch of the same head nests in this one, without some of its rows."""
+        sparser = other.rate > self.rate and other.rate % self.rate == 0
+        same_rows = (other.place.position - self.place.position) % self.rate == 0
+        unions = other.length >= seq_len or other.length % self.length == 0
+        return sparser and same_rows and unions and other.length >= self.length
+
+
+Chain = tuple[Link, ...]
+
+
+def chains(branches: Sequence[Branch], seq_len: int, least_rows: int = LEAST_ROWS) -> list[Chain]:
+    """The branches of every head, by ascending rate, cut into chains in which each nests in the one before.
+
+    A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments.
+    """
+    links: dict[int, list[Link]] = {}
+    for index, branch in enumerate(branches):
+        for place in branch.places:
+            links.setdefault(place.head, []).append(Link(index, branch.segment_length, branch.rate, place))
+    found: list[Chain] = []
+    for _, of_head in sorted(links.items()):
+        chain: Chain = ()
+        for link in of_head:
+            if chain and not _goes_on(chain, link, seq_len, least_rows):
+                found.append(chain)
+                chain = ()
+            chain = (*chain, link)
+        found.append(chain)
+    return found
+
+
+def _goes_on(chain: Chain, link: Link, seq_len: int, least_rows: int) -> bool:
+    shortest = chain[0].length
+    worth_it = shortest == link.length or shortest >= least_rows * link.rate
+    # Its rows must begin alike in each of the shorter segments.
+    regular = all(shorter.length >= seq_len or shorter.length % link.rate == 0 for shorter in chain)
+    return worth_it and regular and chain[-1].holds(link, seq_len)

@@ -18,20 +18,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.contracts import BuildContext
 from dilabench.impls.one_operator import is_plain_eager_call
 from dilabench.impls.operator_rules import last_dim_contiguous
-from dilabench.impls.union.branches import branches_of
-from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
+from dilabench.impls.union.rectangles import Rectangle, rectangles
 from dilabench.impls.union.union import PlacedCall, Rows, Union
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.workload.spec import UNBOUNDED, Workload, flops
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 ShareT = TypeVar("ShareT")
 ResultT = TypeVar("ResultT")
-
-# For a forward pass; new threads take milliseconds to start, and calls grow small.
-LEAST_FLOPS = 8e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,26 +123,6 @@ class RectangleUnion(Union):
         return {"causal": rows.diagonal, "window": UNBOUNDED, "scale": self.scale}
 
 
-def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion | None:
-    """The union of a padded workload if rectangles take less time than whole branches; else None.
-
-    On two cores both took the same time for the same pairs; small workloads took up to twice as long.
-    """
-    if context.device.type != "cpu" or not _keeps_sums(workload, context.backend) or not _saves_pairs(workload):
-        return None
-    if flops(workload.replace(mode="forward")) < LEAST_FLOPS:
-        return None
-    return rectangle_union(workload, context)
-
-
-def _keeps_sums(workload: Workload, backend: LoadedBackend | None) -> bool:
-    """Whether partial results are merged before they are rounded to the dtype."""
-    if workload.dtype in ("float32", "float64"):
-        return True
-    merging = backend.merging if backend and not workload.detaches_merge else None
-    return merging is not None and getattr(torch, workload.dtype) in merging.dtypes
-
-
 def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion:
     """The union of any padded workload without a window."""
     count = gcd(torch.get_num_threads(), workload.num_kv_heads)
@@ -162,13 +138,6 @@ def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion
     return RectangleUnion.of(
         workload, context, lambda _device: [rows for share in shares() for rows in share], shares=shares
     )
-
-
-def _saves_pairs(workload: Workload) -> bool:
-    """Whether branches share pairs. Windows are not cut into rectangles."""
-    if workload.window != UNBOUNDED:
-        return False
-    return any(len(chain) > 1 for chain in chains(branches_of(workload), workload.seq_len))
 
 
 def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tensors: Tensor) -> list[ResultT]:

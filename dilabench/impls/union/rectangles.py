@@ -1,12 +1,10 @@
 """Dilated attention as rectangles of queries and keys: shared pairs once, and little above the diagonal.
 
-A branch nests in one of a lower rate if its rows are among the other's, and its segments are unions of the other's: its
-pairs in one of those segments are pairs of the other, too. The branches of a head form chains of such branches.
-
-A pair that several branches of a chain give belongs to the sparsest of them. A branch keeps two parts: the rows that
-the next branch leaves out, with all keys, and the other rows with the keys that the next branch leaves out. Both have
-rows at constant strides. Blocks of a sequence are as large as they can be while the same segments hold all of their
-pairs, so that a call counts as often as there are such segments: the logarithm of that number is added to its lse.
+A pair that several branches of a chain (`branches.chains`) give belongs to the sparsest of them. A branch keeps two
+parts: the rows that the next branch leaves out, with all keys, and the other rows with the keys that the next branch
+leaves out. Both have rows at constant strides. Blocks of a sequence are as large as they can be while the same segments
+hold all of their pairs, so that a call counts as often as there are such segments: the logarithm of that number is
+added to its lse.
 
 A causal mask goes block by block as well: shared pairs lie in other rows than keys, which no kernel masks. Only short
 diagonals are left to its own mask.
@@ -20,34 +18,24 @@ from math import lcm, log
 
 from torch import Tensor
 
-from dilabench.impls.union.branches import Branch, Place, Progression, Segments, branches_of, fewest_runs, segments_of
+from dilabench.impls.union.branches import (
+    LEAST_ROWS,
+    Branch,
+    Chain,
+    Place,
+    Progression,
+    Segments,
+    branches_of,
+    chains,
+    fewest_runs,
+    segments_of,
+)
 from dilabench.impls.union.strided_rows import OblongRows, StridedRows, at_most, regular_batches
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
-# On a CPU, smaller calls cost more than pairs that are computed twice, and than those that a causal mask wastes.
-LEAST_ROWS = 256
+# On a CPU, smaller calls cost more than pairs that a causal mask wastes.
 DIAGONAL_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One branch of a chain: segment length and rate, the first row of a segment, and the head that it is of."""
-
-    branch: int
-    length: int
-    rate: int
-    place: Place
-
-    def holds(self, other: Link, seq_len: int) -> bool:
-        """Return True if the other branch of the same head nests in this one, without some of its rows."""
-        sparser = other.rate > self.rate and other.rate % self.rate == 0
-        same_rows = (other.place.position - self.place.position) % self.rate == 0
-        unions = other.length >= seq_len or other.length % self.length == 0
-        return sparser and same_rows and unions and other.length >= self.length
-
-
-Chain = tuple[Link, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,35 +96,6 @@ class Residue:
     def rows(self, length: int) -> int:
         """Their number in `length` positions."""
         return rows_kept(length, self.rate, self.offset)
-
-
-def chains(branches: Sequence[Branch], seq_len: int, least_rows: int = LEAST_ROWS) -> list[Chain]:
-    """The branches of every head, by ascending rate, cut into chains in which each nests in the one before.
-
-    A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments.
-    """
-    links: dict[int, list[Link]] = {}
-    for index, branch in enumerate(branches):
-        for place in branch.places:
-            links.setdefault(place.head, []).append(Link(index, branch.segment_length, branch.rate, place))
-    found: list[Chain] = []
-    for _, of_head in sorted(links.items()):
-        chain: Chain = ()
-        for link in of_head:
-            if chain and not _goes_on(chain, link, seq_len, least_rows):
-                found.append(chain)
-                chain = ()
-            chain = (*chain, link)
-        found.append(chain)
-    return found
-
-
-def _goes_on(chain: Chain, link: Link, seq_len: int, least_rows: int) -> bool:
-    shortest = chain[0].length
-    worth_it = shortest == link.length or shortest >= least_rows * link.rate
-    # Its rows must begin alike in each of the shorter segments.
-    regular = all(shorter.length >= seq_len or shorter.length % link.rate == 0 for shorter in chain)
-    return worth_it and regular and chain[-1].holds(link, seq_len)
 
 
 def rectangles(

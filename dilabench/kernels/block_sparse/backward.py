@@ -50,9 +50,10 @@ def block_sparse_backward(
     A row with lse -inf (it sees no key) has zero gradient. Raises ValueError on shapes that do not fit the plan.
     """
     dim = q.shape[-1]
-    dout, q, k, v, out = (padded(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = padded(dout, q, k, v, out)
     may_add = not torch.are_deterministic_algorithms_enabled()
-    cache = plan.launch_cache("backward", dout, q, k, v, out, lse, scale, query_config, key_config, may_add)
+    options = scale, query_config, key_config, may_add
+    cache = plan.launch_cache("backward", (dout, q, k, v, out, lse), *options)
     cache.once("checked", lambda: check(q, k, v, plan))
     at_once = None
     if may_add and not (query_config or key_config):

@@ -36,15 +36,15 @@ def block_sparse_forward(
     that do not fit the plan.
     """
     dim = q.shape[-1]
-    q, k, v = (padded(x) for x in (q, k, v))
-    cache = plan.launch_cache("forward", q, k, v, scale, config)
+    q, k, v = padded(q, k, v)
+    cache = plan.launch_cache("forward", (q, k, v), scale, config)
     cache.once("checked", lambda: check(q, k, v, plan))
     hopper = config is None and cache.once("hopper", lambda: can_run(q, k, v, plan))
     # The Hopper kernel does not write rows without work.
     whole = not hopper or cache.once("whole", lambda: plan.every_row_has_work)
     out = (torch.empty if whole else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-    if hopper:
+    if not whole:
         lse.fill_(float("-inf"))
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
@@ -203,10 +203,13 @@ def is_read_in_place(x: Tensor) -> bool:
     return x.stride(3) == 1 and steps and x.data_ptr() % COPY_BYTES == 0
 
 
-def padded(x: Tensor) -> Tensor:
-    """x with zeros behind its head dim where bulk copies could not step over its rows, which changes no result."""
+def padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of one head dim, with zeros behind it where bulk copies could not step over their rows, which changes
+    no result.
+    """
+    x = tensors[0]
     missing = -x.shape[-1] % (COPY_BYTES // x.element_size())
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return tuple(torch.nn.functional.pad(x, (0, missing)) for x in tensors) if missing else tensors
 
 
 def cut(x: Tensor, dim: int) -> Tensor:

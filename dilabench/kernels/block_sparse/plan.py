@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,13 +176,12 @@ class Plan(ABC):
         kept: KeptT = self._kept[key]
         return kept
 
-    def launch_cache(self, name: str, *given: Any) -> LaunchCache:
+    def launch_cache(self, name: str, tensors: Sequence[Tensor], *options: Hashable) -> LaunchCache:
         """The launch cache of a pass for tensors of one layout and these options, kept with the plan."""
         # Triton is not installed everywhere, and only its kernels are launched so.
         from dilabench.kernels.launch_cache import LaunchCache, layout
 
-        key = tuple(layout(argument) if isinstance(argument, Tensor) else argument for argument in given)
-        return self.keep(("launches", name, *key), LaunchCache)
+        return self.keep(("launches", name, options, *map(layout, tensors)), LaunchCache)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
         """The ranges of rows that whole key tiles of ``block_n`` rows are hidden from, on the plan's device; None

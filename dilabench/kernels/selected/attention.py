@@ -9,10 +9,10 @@ What follows from options and layouts is in a plan, made at the first pass of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.by_key import entries_of_share, key_gradients
 from dilabench.kernels.selected.by_query import QueryTiles, query_form
 from dilabench.kernels.selected.by_token import add_token_gradients
-from dilabench.kernels.selected.gathered import gathered_form, keys_of_tile
+from dilabench.kernels.selected.gathered import GatheredPart, gathered_form, keys_of_tile
 from dilabench.kernels.selected.lists import (
     KeptLists,
     KeyLists,
@@ -54,8 +54,6 @@ from dilabench.workload.spec import UNBOUNDED, Window, check_window
 
 LARGEST_HEAD_DIM = 256
 
-MadeT = TypeVar("MadeT")
-
 
 def selected_forward(
     q: Tensor,
@@ -84,20 +82,18 @@ def selected_forward(
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
     """
     options = _Options(block, causal, scale, window, None if cu_seqlens is None else cu_seqlens.shape[0] - 1, form)
-    requested = tuple(tiles.items()) if tiles else ()
-    cache = LaunchCache.of("selected forward", options, requested, *map(layout, (q, k, v, indices)))
-    plan = cache.once("plan", lambda: _Plan.of("forward", options, dict(requested), {"q": q, "k": k, "v": v}, indices))
+    lists = _Lists.of("forward", options, tiles, {"q": q, "k": k, "v": v}, (), indices, cu_seqlens, kept)
+    plan = lists.plan
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
     if indices.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    lists = _Lists(indices, cu_seqlens, options, kept, cache)
-    results = {"q": in_rows(q), "k": in_rows(k), "v": in_rows(v), "out": out.flatten(0, -3), "lse": lse}
-    alike = lists.alike(plan) if plan.united else None
+    tensors = plan.as_read({"q": q, "k": k, "v": v}) | {"out": out, "lse": lse}
+    alike = lists.alike() if plan.united else None
     if plan.forms[alike] == "query":
-        query_form("forward", results, plan.given, lists.selection, *lists.query_tiles(plan, alike), cache)
+        query_form("forward", tensors, plan.given, lists.query_tiles(alike), lists.cache)
     else:
-        _gathered(results, plan, lists)
+        _gathered(tensors, lists)
     return out, lse
 
 
@@ -125,11 +121,9 @@ def selected_backward(
     ``form``: of dq; the rest as there. Raises ValueError as it does.
     """
     options = _Options(block, causal, scale, window, None if cu_seqlens is None else cu_seqlens.shape[0] - 1, form)
-    requested = tuple(tiles.items()) if tiles else ()
-    layouts = map(layout, (q, k, v, indices, dout, out, lse))
-    cache = LaunchCache.of("selected backward", options, requested, *layouts)
     given = {"q": q, "k": k, "v": v, "dout": dout}
-    plan = cache.once("plan", lambda: _Plan.of("gradient", options, dict(requested), given, indices))
+    lists = _Lists.of("gradient", options, tiles, given, (out, lse), indices, cu_seqlens, kept)
+    plan, cache = lists.plan, lists.cache
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if indices.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -138,18 +132,17 @@ def selected_backward(
     by_row = 1, in_order.shape[-1], 1, q.shape[-1]
     layout_of_stats = cache.once("stats", lambda: StatsLayout.of(by_row[1]))
     stats = bwd_preprocess(out.reshape(by_row), dout.reshape(by_row), in_order, layout_of_stats, cache, "row sums")
-    lists = _Lists(indices, cu_seqlens, options, kept, cache)
-    tensors = {name: in_rows(x) for name, x in given.items()} | {"stats": stats, "dq": dq.flatten(0, -3)}
+    tensors = plan.as_read(given) | {"stats": stats, "dq": dq}
     if block == 1:
-        _token_gradients(tensors, dk, dv, plan, lists)
+        _token_gradients(tensors, dk, dv, lists)
         return dq, dk, dv
     if plan.forms[None] == "query":
         # The host does not wait a second time: it knows this from the forward pass, or not.
-        alike = lists.known_alike(plan) if plan.united else None
-        query_form("gradient", tensors, plan.given, lists.selection, *lists.query_tiles(plan, alike), cache)
+        alike = lists.known_alike() if plan.united else None
+        query_form("gradient", tensors, plan.given, lists.query_tiles(alike), cache)
     else:
-        _gathered(tensors, plan, lists)
-    tensors |= {"dk": dk.flatten(0, -3), "dv": dv.flatten(0, -3)}
+        _gathered(tensors, lists)
+    tensors |= {"dk": dk, "dv": dv}
     by_key, shares = lists.by_key(lists.selection), lists.shares(plan.entries_by_key)
     key_gradients(tensors, plan.given, lists.selection, by_key, shares, plan.by_key, cache)
     return dq, dk, dv
@@ -170,14 +163,16 @@ class _Options(NamedTuple):
 class _Plan:
     """How a pass over tensors of these layouts is computed.
 
-    given: `operands.operand_arguments`. forms: by whether neighbours select alike, None if that is not known. each:
-    tiles of single tokens, or of as many as fill one. united: of neighbours, if more of them fit into one. gathered:
-    tiles of the gathered form, over ``at_a_time`` tokens, whose programs take ``entries`` queries of a list. by_key:
-    of dK and dV, whose programs take ``entries_by_key``; of single tokens, of dQ.
+    given: `operands.operand_arguments`. is_in_rows: kernels read the operands as they are. forms: by whether neighbours
+    select alike, None if that is not known. each: tiles of single tokens, or of as many as fill one. united: of
+    neighbours, if more of them fit into one. gathered: tiles of the gathered form, over ``at_a_time`` tokens, whose
+    programs take ``entries`` queries of a list. by_key: of dK and dV, whose programs take ``entries_by_key``; of single
+    tokens, of dQ.
     """
 
     scale: float
     given: dict[str, Any]
+    is_in_rows: bool
     forms: Mapping[bool | None, Form]
     each: tuple[QueryRows, TileConfig]
     united: UnionRows | None
@@ -217,9 +212,11 @@ class _Plan:
         if block == 1:
             by_key = tiles("token_gradient")
         many = tuned.TILES_OF_A_BLOCK if block <= keys_of_tile(block, gathered) else 1
+        rows = {name: in_rows(x) for name, x in operands.items()}
         return cls(
             options.scale,
-            operand_arguments({name: in_rows(x) for name, x in operands.items()}, options.scale),
+            operand_arguments(rows, options.scale),
+            all(rows[name].data_ptr() == x.data_ptr() for name, x in operands.items()),
             {alike: options.form or select_form(direction, *kind, alike) for alike in (None, False, True)},
             each,
             united,
@@ -229,6 +226,10 @@ class _Plan:
             by_key,
             entries_of_share(indices.numel(), block, kind[0], by_key),
         )
+
+    def as_read(self, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The operands in memory that kernels read: copies only where they must be."""
+        return operands if self.is_in_rows else {name: in_rows(x) for name, x in operands.items()}
 
 
 def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
@@ -265,64 +266,87 @@ def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) 
         raise ValueError(f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time")
 
 
-class _Lists:
-    """Lists of a pass: those that are kept, or made now."""
+class _Lists(NamedTuple):
+    """What passes over tensors of one layout and one selection share, and lists: those that are kept, or made now."""
 
-    def __init__(
-        self, indices: Tensor, cu_seqlens: Tensor | None, options: _Options, kept: KeptLists | None, cache: LaunchCache
-    ) -> None:
-        self._kept, self.cache = KeptLists() if kept is None else kept, cache
-        of_all = options.block, options.causal
-        self.selection = self.once(
-            "selection",
-            lambda: (
-                TokenSelection.of_batch(indices, *of_all, options.window)
-                if cu_seqlens is None
-                else TokenSelection.of_documents(indices, *of_all, cu_seqlens, options.window)
-            ),
-        )
+    kept: KeptLists
+    direction: Direction
+    plan: _Plan
+    cache: LaunchCache
+    selection: TokenSelection
 
-    def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """What `make` gives at the first pass."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        made: MadeT = self._kept[name]
-        return made
+    @classmethod
+    def of(
+        cls,
+        direction: Direction,
+        options: _Options,
+        tiles: Mapping[Kernel, TileConfig] | None,
+        operands: Mapping[str, Tensor],
+        results: tuple[Tensor, ...],
+        indices: Tensor,
+        cu_seqlens: Tensor | None,
+        kept: KeptLists | None,
+    ) -> _Lists:
+        """Raises ValueError for what the kernels do not take."""
+        if kept is None:
+            kept = KeptLists()
+        requested = tuple(tiles.items()) if tiles else ()
+        kind = direction, options, requested, *map(layout, (*operands.values(), *results))
+
+        def made() -> tuple[_Plan, LaunchCache, TokenSelection]:
+            cache = LaunchCache.of(*kind, layout(indices))
+            plan = cache.once("plan", lambda: _Plan.of(direction, options, dict(requested), operands, indices))
+            return plan, cache, kept.once("selection", selection)
+
+        def selection() -> TokenSelection:
+            of_all = options.block, options.causal
+            if cu_seqlens is None:
+                return TokenSelection.of_batch(indices, *of_all, options.window)
+            return TokenSelection.of_documents(indices, *of_all, cu_seqlens, options.window)
+
+        return cls(kept, direction, *kept.once(kind, made))
 
     def by_query(self, part: TokenSelection, queries: int) -> QueryLists:
         name = ("by query", queries, *_tokens(part))
-        return self.once(name, lambda: query_lists(part, queries, self.cache, ("lists", *name)))
+        return self.kept.once(name, lambda: query_lists(part, queries, self.cache, ("lists", *name)))
 
-    def query_tiles(self, plan: _Plan, alike: bool | None) -> tuple[QueryTiles, tuple[QueryTiles, int] | None]:
-        """Tiles of single tokens, or of as many as fill one, and of neighbours with the blocks that they may see."""
-        shape, config = plan.each
-        each = QueryTiles(self.by_query(self.selection, shape.queries), shape, config)
-        if plan.united is None or alike is False:
-            return each, None
-        listed = self.by_query(self.selection, plan.united.shape.queries)
-        return each, (QueryTiles(listed, plan.united.shape, plan.united.tiles), plan.united.most_blocks)
+    def query_tiles(self, alike: bool | None) -> Sequence[QueryTiles]:
+        """Tiles of single tokens, or of as many as fill one, after those of neighbours, whose tokens they leave out."""
+        return self.kept.once((self.direction, self.plan.each, self.plan.united, alike), lambda: self._tiles(alike))
 
-    def alike(self, plan: _Plan) -> bool | None:
+    def _tiles(self, alike: bool | None) -> Sequence[QueryTiles]:
+        (shape, config), united = self.plan.each, self.plan.united
+        lists = self.by_query(self.selection, shape.queries)
+        if united is None or alike is False:
+            return (QueryTiles.of(self.selection, lists, shape, config),)
+        of_neighbours = self.by_query(self.selection, united.shape.queries)
+        unions = of_neighbours.counts, united.shape.queries, united.most_blocks
+        return (
+            QueryTiles.of(self.selection, of_neighbours, united.shape, united.tiles, unions),
+            QueryTiles.of(self.selection, lists, shape, config, unions),
+        )
+
+    def alike(self) -> bool | None:
         """Whether neighbours select alike, for which the host may wait once."""
-        assert plan.united
-        name = _alike(plan.united)
+        assert self.plan.united
+        name, forms = _alike(self.plan.united), self.plan.forms
         # Lists by query are needed, whether neighbours are alike or not.
-        needed = "gathered" not in (plan.forms[True], plan.forms[False])
-        meanwhile = partial(self.query_tiles, plan, None) if needed else lambda: None
-        return self.once(name, lambda: are_alike(self.selection, *name[1:], self.cache, name, meanwhile))
+        needed = "gathered" not in (forms[True], forms[False])
+        meanwhile = partial(self.query_tiles, None) if needed else lambda: None
+        return self.kept.once(name, lambda: are_alike(self.selection, *name[1:], self.cache, name, meanwhile))
 
-    def known_alike(self, plan: _Plan) -> bool | None:
+    def known_alike(self) -> bool | None:
         """What `alike` gave before; None before."""
-        assert plan.united
-        known: bool | None = self._kept.get(_alike(plan.united))
+        assert self.plan.united
+        known: bool | None = self.kept.get(_alike(self.plan.united))
         return known
 
     def by_key(self, part: TokenSelection) -> KeyLists:
         name = ("by key", *_tokens(part))
-        return self.once(name, lambda: key_lists(part, self.cache, ("lists", *name)))
+        return self.kept.once(name, lambda: key_lists(part, self.cache, ("lists", *name)))
 
     def shares(self, entries: int, at_a_time: int = 0) -> Shares:
-        return self.once(
+        return self.kept.once(
             ("shares", entries, at_a_time),
             lambda: shares_of(self.by_key(self.selection), self.selection, entries, self.cache, at_a_time),
         )
@@ -330,7 +354,18 @@ class _Lists:
     def parts(self, at_a_time: int) -> list[TokenSelection]:
         """The selections of this many tokens at a time."""
         firsts = range(0, self.selection.rows, at_a_time)
-        return self.once(("parts", at_a_time), lambda: [self.selection.part(first, at_a_time) for first in firsts])
+        return self.kept.once(("parts", at_a_time), lambda: [self.selection.part(first, at_a_time) for first in firsts])
+
+    def gathered_parts(self) -> list[GatheredPart]:
+        """The same for the gathered form. The parts are equal in both passes, so that these share lists."""
+        entries, at_a_time = self.plan.entries, self.plan.at_a_time
+
+        def made() -> list[GatheredPart]:
+            lists, shares = self.by_key(self.selection), self.shares(entries, at_a_time)
+            parts = enumerate(self.parts(at_a_time))
+            return [GatheredPart.of(part, number, lists, shares) for number, part in parts]
+
+        return self.kept.once(("gathered", entries, at_a_time), made)
 
 
 def _alike(united: UnionRows) -> tuple[str, int, int]:
@@ -343,20 +378,19 @@ def _tokens(part: TokenSelection) -> tuple[int, int]:
     return part.first_row, part.rows
 
 
-def _gathered(tensors: dict[str, Tensor], plan: _Plan, lists: _Lists) -> None:
-    """`gathered_form` over tokens of which each part's partial results fit into `tiles.PARTIAL_BYTES`.
-
-    The parts are equal in both passes, so that these share lists.
-    """
-    q, selection = tensors["q"], lists.selection
-    (_, heads, dim), (_, kv_heads, slots) = q.shape, selection.indices.shape
-    shares = lists.shares(plan.entries, plan.at_a_time)
-    for number, part in enumerate(lists.parts(plan.at_a_time)):
-        shape = kv_heads, part.rows, slots, heads // kv_heads
-        own = tensors | {"partial": q.new_empty((*shape, dim))}
-        if "dout" not in tensors:
+def _gathered(tensors: dict[str, Tensor], lists: _Lists) -> None:
+    """`gathered_form` over tokens of which each part's partial results fit into `tiles.PARTIAL_BYTES`."""
+    q, plan = tensors["q"], lists.plan
+    for part in lists.gathered_parts():
+        shape = *part.slots, plan.given["GROUP"]
+        own = tensors | part.tables
+        own["partial"] = q.new_empty((*shape, q.shape[-1]))
+        if "dout" in tensors:
+            own["result"] = own["dq"]
+        else:
+            own["result"] = own["out"]
             own["partial_lse"] = q.new_empty(shape, dtype=torch.float32)
-        gathered_form(own, plan.given, part, number, lists.by_key(selection), shares, plan.gathered, lists.cache)
+        gathered_form(own, plan.given, part, plan.gathered, lists.cache)
 
 
 def _tokens_at_a_time(bytes_of_token: int) -> int:
@@ -364,18 +398,17 @@ def _tokens_at_a_time(bytes_of_token: int) -> int:
     return max(1, tuned.PARTIAL_BYTES // max(1, bytes_of_token))
 
 
-def _token_gradients(tensors: dict[str, Tensor], dk: Tensor, dv: Tensor, plan: _Plan, lists: _Lists) -> None:
+def _token_gradients(tensors: dict[str, Tensor], dk: Tensor, dv: Tensor, lists: _Lists) -> None:
     """Write dq, dk and dv of blocks of one key."""
-    q, k = tensors["q"], tensors["k"]
-    rows, kv_heads, dim = k.shape
+    q, k, plan = tensors["q"], tensors["k"], lists.plan
+    rows, (kv_heads, dim) = lists.selection.rows, k.shape[-2:]
     shape = query_rows(plan.given["GROUP"], 1, plan.by_key, most_queries=1)
     sums = torch.zeros((kv_heads, lists.selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
     slots = lists.selection.indices.shape[-1]
     for part in lists.parts(_tokens_at_a_time(slots * kv_heads * shape.parts * 2 * dim * q.element_size())):
         parts = q.new_empty((kv_heads, part.rows, slots, shape.parts, 2, dim))
-        own = tensors | {"parts": parts}
-        each = QueryTiles(lists.by_query(part, 1), shape, plan.by_key)
-        query_form("gradient", own, plan.given, part, each, None, lists.cache)
+        each = QueryTiles.of(part, lists.by_query(part, 1), shape, plan.by_key)
+        query_form("gradient", tensors | {"parts": parts}, plan.given, (each,), lists.cache)
         add_token_gradients(parts, sums, lists.by_key(part), lists.cache)
     gradient_k, gradient_v = sums[:, :rows].transpose(0, 1).unbind(2)
     dk.view(rows, kv_heads, dim).copy_(gradient_k * plan.scale)

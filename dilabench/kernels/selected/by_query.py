@@ -9,6 +9,7 @@ as many short blocks as fill a tile, so that blocks of one token are gathered ro
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -307,41 +308,57 @@ def _gradient_kernel(
 
 
 class QueryTiles(NamedTuple):
-    """The tiles of a launch and the blocks that they see."""
+    """The tiles of a launch over a selection, and the tables that it reads: the blocks that they see.
 
-    lists: QueryLists
+    of_unions: the tokens of neighbours that are taken together if they see at most that many blocks, and how many;
+    (1, 0) for none. name: of the launch, whatever tensors it is given.
+    """
+
+    selection: TokenSelection
     shape: QueryRows
     tiles: TileConfig
+    tables: dict[str, Tensor]
+    of_unions: tuple[int, int]
+    programs: int
+    name: Hashable
+
+    @classmethod
+    def of(
+        cls,
+        selection: TokenSelection,
+        lists: QueryLists,
+        shape: QueryRows,
+        tiles: TileConfig,
+        unions: tuple[Tensor, int, int] | None = None,
+    ) -> QueryTiles:
+        """Of the lists of these tiles. unions: of neighbours the counts of their lists, besides ``of_unions``."""
+        tables, of_unions = lists.tensors | selection.tensors, (1, 0)
+        if unions is not None:
+            tables["unions"], *numbers = unions
+            of_unions = numbers[0], numbers[1]
+        name = "by query", selection.first_row, selection.rows, shape, of_unions
+        return cls(selection, shape, tiles, tables, of_unions, lists.counts.numel() * shape.parts, name)
 
 
 def query_form(
     direction: Direction,
     tensors: dict[str, Tensor],
     given: dict[str, Any],
-    selection: TokenSelection,
-    each: QueryTiles,
-    united: tuple[QueryTiles, int] | None,
+    launches: Sequence[QueryTiles],
     cache: LaunchCache,
 ) -> None:
     """Forward: write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; else ``dq`` [T, H, D], and ``parts`` [K,
     tokens, S, shape.parts, 2, D], if it is there: what each token adds to dK / scale and dV of the keys in its list.
 
-    ``given``: `operands.operand_arguments`. ``united``: tiles of neighbours, of which those that see at most that many
-    blocks are taken as a whole, the tokens of the others as ``each``.
+    ``given``: `operands.operand_arguments`.
     """
     kernel = _forward_kernel if direction == "forward" else _gradient_kernel
-    for part in (each,) if united is None else (united[0], each):
-        (queries, heads, parts), of_unions = part.shape, (1, 0)
-        used = tensors | part.lists.tensors | selection.tensors
-        if united:
-            used["unions"] = united[0].lists.counts
-            of_unions = united[0].shape.queries, united[1]
-        own = {"QUERIES": queries, "HEADS": heads, "PARTS": parts, "BLOCK_N": part.tiles.block_n}
-        own |= zip(("UNITED", "MOST_BLOCKS"), of_unions, strict=True)
-        name = ("by query", selection.first_row, selection.rows, part.shape, of_unions)
-        arguments = partial(_arguments, given, selection, own)
-        launch(kernel, part.lists.counts.numel() * parts, used, arguments, part.tiles, cache, name)
+    for part in launches:
+        arguments = partial(_arguments, given, part)
+        launch(kernel, part.programs, tensors | part.tables, arguments, part.tiles, cache, part.name)
 
 
-def _arguments(given: dict[str, Any], selection: TokenSelection, own: dict[str, int]) -> dict[str, Any]:
-    return given | selection.arguments | own
+def _arguments(given: dict[str, Any], part: QueryTiles) -> dict[str, Any]:
+    (queries, heads, parts), (united, most_blocks) = part.shape, part.of_unions
+    own = {"QUERIES": queries, "HEADS": heads, "PARTS": parts, "BLOCK_N": part.tiles.block_n}
+    return given | part.selection.arguments | own | {"UNITED": united, "MOST_BLOCKS": most_blocks}

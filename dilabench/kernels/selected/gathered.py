@@ -10,7 +10,8 @@ two programs write the same memory and the merge adds in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -283,38 +284,49 @@ def keys_of_tile(block: int, tiles: TileConfig) -> int:
     return 1 << (block - 1).bit_length() if block <= tiles.block_n else tiles.block_n
 
 
-def gathered_form(
-    tensors: dict[str, Tensor],
-    given: dict[str, Any],
-    part: TokenSelection,
-    number: int,
-    lists: KeyLists,
-    shares: Shares,
-    tiles: TileConfig,
-    cache: LaunchCache,
-) -> None:
-    """Write the partial results of a part of the tokens, by its number in `shares`, and merge them to its rows.
+class GatheredPart(NamedTuple):
+    """A part of the tokens, by its number in the shares of a list, and the tables that its launches read.
 
-    ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
-    lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
+    slots: (K, tokens, S). programs: of the first launch. names: of both launches, whatever tensors they are given.
     """
-    name = part.first_row, part.rows, shares.entries
-    rows, kv_heads, slots = part.indices.shape
+
+    selection: TokenSelection
+    number: int
+    entries: int
+    slots: tuple[int, int, int]
+    programs: int
+    tables: dict[str, Tensor]
+    names: tuple[Hashable, Hashable]
+
+    @classmethod
+    def of(cls, part: TokenSelection, number: int, lists: KeyLists, shares: Shares) -> GatheredPart:
+        """Of lists of all tokens."""
+        rows, kv_heads, slots = part.indices.shape
+        tables = {"places": lists.places, "counts": lists.counts} | shares.tensors | part.tensors
+        name = part.first_row, part.rows, shares.entries
+        names = ("gathered", *name), ("merge", *name)
+        return cls(part, number, shares.entries, (kv_heads, rows, slots), shares.lists.shape[1], tables, names)
+
+
+def gathered_form(
+    tensors: dict[str, Tensor], given: dict[str, Any], part: GatheredPart, tiles: TileConfig, cache: LaunchCache
+) -> None:
+    """Write the partial results of a part of the tokens and merge them to its rows of ``result`` [T, H, D].
+
+    ``tensors``: operands, results, `GatheredPart.tables`, and ``partial`` [K, tokens, S, G, D]. Forward: also
+    ``partial_lse`` [K, tokens, S, G] float32, which is lse * log2(e), and ``lse`` [B, H, N].
+    """
+    kv_heads, rows, slots = part.slots
 
     def arguments() -> dict[str, Any]:
-        own = {"part": number, "ENTRIES": shares.entries}
-        return given | part.arguments | own | {"ROWS": tiles.block_m, "KEYS": keys_of_tile(part.block, tiles)}
+        own = {"part": part.number, "ENTRIES": part.entries}
+        keys = keys_of_tile(part.selection.block, tiles)
+        return given | part.selection.arguments | own | {"ROWS": tiles.block_m, "KEYS": keys}
 
     def of_merge() -> dict[str, Any]:
         return arguments() | {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
 
-    operands = tensors | {"places": lists.places} | shares.tensors | part.tensors
-    launch(_gathered_kernel, shares.lists.shape[1], operands, arguments, tiles, cache, ("gathered", *name))
-    forward = "dout" not in tensors
-    result = tensors["out" if forward else "dq"]
-    merged = {"partial": tensors["partial"], "counts": lists.counts, "result": result}
-    if forward:
-        merged |= {"partial_lse": tensors["partial_lse"], "lse": tensors["lse"]}
+    launch(_gathered_kernel, part.programs, tensors, arguments, tiles, cache, part.names[0])
     at_a_time = row_program("combine", given["DIM"]).rows
     programs = -(-rows * given["GROUP"] // at_a_time) * kv_heads
-    launch(_merge_kernel, programs, merged, of_merge, _MERGE, cache, ("merge", *name))
+    launch(_merge_kernel, programs, tensors, of_merge, _MERGE, cache, part.names[1])

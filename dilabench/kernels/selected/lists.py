@@ -9,7 +9,7 @@ meets a repeated or an absent index. Sizes follow from shapes alone: the host wa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -23,6 +23,8 @@ from dilabench.kernels.selected.operands import launch
 from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
 from dilabench.kernels.streams import is_captured
 from dilabench.kernels.tuning import TileConfig
+
+MadeT = TypeVar("MadeT")
 
 # Elements that a program of four warps sorts at a time.
 _ELEMENTS = 1024
@@ -97,6 +99,13 @@ class KeptLists(dict[Hashable, Any]):
     """Lists of one selection by name, which passes make when they first need them, for as long as its indices do not
     change. Of passes on one stream: nothing orders the work of two.
     """
+
+    def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:
+        """What `make` gives at the first pass."""
+        if name not in self:
+            self[name] = make()
+        made: MadeT = self[name]
+        return made
 
 
 class Shares(NamedTuple):
