@@ -15,14 +15,14 @@ from dilabench.store.migrations import STEPS, failure_code, has_current_rows, mi
 from dilabench.store.run_files import ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
 from dilabench.validation import content_hash
 from dilabench.version import __version__
-from tests.conftest import text_of
+from tests.conftest import stored_records, text_of
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "run_record.v1.json"
 RECORDS = [
     GOLDEN,
     GOLDEN.with_name("isolated_record.v1.json"),
-    *(path for path in sorted((ROOT / "docs" / "results").glob("*.json.xz")) if '"schema_version"' in text_of(path)),
+    *(path for path in stored_records() if '"schema_version"' in text_of(path)),
 ]
 
 
