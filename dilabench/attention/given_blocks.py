@@ -203,7 +203,7 @@ def _of_query_blocks(
     unread: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """[B, M, K, k] of query [B, M, H, D] and key [B, N, K, D], packed [T, K, k], from [n, k] or [K, n, k] of each block
-    of `block_size` queries: n blocks of all sequences, one after another. Of bounds that stay unread, n is not checked.
+    of `block_size` queries: n blocks of all sequences, one after another. n is not checked if the bounds are not read.
     """
     (batch, rows), packed = query.shape[:2], bool(bounds[0]) or unread[0] is not None
     of_queries, of_keys = bounds
