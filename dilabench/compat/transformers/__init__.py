@@ -31,9 +31,9 @@ def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend
     products compute what would go to it. Under torch.compile padding, windows, caches and position ids that restart go
     to SDPA; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
 
-    Raises ImportError without transformers (extra `transformers`), ValueError for a name of transformers' own, such as
-    'sdpa', for a pattern that is no object of `dilabench.patterns`, and for one that needs indices or gates of the
-    caller.
+    Raises ImportError without transformers (extra `transformers`), ValueError for a name that transformers itself
+    uses, such as 'sdpa', for a pattern of another type than `dilabench.patterns` has, and for a pattern that needs
+    indices or gates from the caller.
     """
     try:
         from dilabench.compat.transformers.interface import add
