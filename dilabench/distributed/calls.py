@@ -64,7 +64,7 @@ def disagreement(requests: Mapping[int, Mapping[str, Any]]) -> str | None:
 
 
 class Calls:
-    """The calls of this rank in one group, in the order made. group: gloo's, or the gloo group beside NCCL's.
+    """The calls of this rank in one group, in the order made. group: of gloo; for NCCL, of the same ranks.
 
     ends: by device, what ends the waits of this rank's messages there, given the reason.
 
