@@ -322,7 +322,7 @@ def _consume_halves(begin, n, state, given, form: gl.constexpr, S_LAYOUT: gl.con
 
 @gluon.jit
 def _sums_in(sums, LAYOUT: gl.constexpr):
-    """`weigh`'s sums as they lie beside logits of a layout."""
+    """`weigh`'s sums in the layout of the rows of logits."""
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     top, total, largest = sums
     top, total = gl.convert_layout(top, STAT_LAYOUT), gl.convert_layout(total, STAT_LAYOUT)

@@ -224,8 +224,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         first_stored, stored = stored_rows(super_index, sizes, R)
         first, step = (first_stored + first_row).to(gl.int64), 1
     lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * stored + first + lse_rows * step
-    # Until here programs of a launch that follows another ran beside the last ones of that, which may have written what
-    # they merge with; and waiting for this launch waits for both.
+    # Until here programs of this launch may run together with the last programs of the launch before, which may write
+    # the results that these merge with. Waiting for this launch waits for both.
     gdc_wait()
     if MERGE:
         old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
