@@ -120,7 +120,7 @@ CUDA = DeviceFacts(
     wide_matmul_size=4096,
     copy_bytes=1 << 30,
 )
-# Such devices are untested: times come from the host's clock, with the margins of a processor.
+# Untested devices: times come from the host's clock, with the margins of a processor.
 _OTHER = replace(
     CPU,
     name=ACCELERATOR,
