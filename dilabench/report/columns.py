@@ -228,7 +228,7 @@ _COLUMNS = (
     ),
     Column(
         name="TFLOP/s",
-        # Of attention alone, which is a part of a model's step.
+        # The rate is of attention alone, a part of a model's step.
         cell=lambda view: None if view.row.case.workload.model else view.tflops_per_s,
         unit="TFLOP/s",
         spare=3,
