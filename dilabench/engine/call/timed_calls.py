@@ -47,9 +47,9 @@ class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
     At a random sample of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they
-    stay normally distributed and cost one pass over memory. In a sample of `batch` calls, each
-    on a separate input set, all sets get other numbers. Before a call one row of q, of k and of v gets fresh random
-    numbers. CHANGE_SHARE bounds the time of both; they bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
+    stay normally distributed and cost one pass over memory. In a sample of `batch` calls, each on a separate input
+    set, all sets get other numbers. Before a call one row of q, of k and of v gets fresh random numbers. CHANGE_SHARE
+    bounds the time of both; they bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
     which no sample has neighbours to be compared with, all inputs change before every sample.
 
     Over ranks all numbers of all inputs are redrawn before every call, each rank's from a separate seed
