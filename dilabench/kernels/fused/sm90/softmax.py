@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The softmax of the Hopper kernels in the forward pass: one online step, and the end.
 
-``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED,
-WINDOWED, RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are
-there), COMPACT (only rows that are covered are stored), DIM and TAIL (the last columns, tiles of their own).
+``form`` holds the compile-time constants: ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED, WINDOWED,
+RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the stored results), COMPACT (only
+covered rows are stored), DIM and TAIL (the last columns, in separate tiles).
 """
 
 from __future__ import annotations
