@@ -28,8 +28,8 @@ NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The step with each attention that can run here, without attention, and with a requested pattern.
 
-    The pattern is another function, so that its rows are unranked; so are those without attention, each token of which
-    sees itself alone. Implementations that compile for long are planned only if they are named.
+    Rows of the pattern are unranked, because it is another function. So are rows without attention, in which each token
+    sees only itself. Implementations that compile for long are planned only if they are named.
     Raises EnvironmentNotReady without transformers.
     """
     if planner.catalogue.find_module("transformers") is None:
