@@ -308,7 +308,7 @@ def refuse_unknown(what: Literal["label", "counter", "note"], keys: Iterable[str
 
 
 def note_figures(note: Note) -> str:
-    """The observed value and its limit, in the note's unit: 'seen 5, limit 20'; empty if it has no figures."""
+    """What was observed and its limit, in the note's unit: 'seen 5, limit 20'; empty if it has no figures."""
     if note.observed is None:
         return ""
     kind = NOTES.get(note.code, NoteKind(note.code, ""))

@@ -97,9 +97,9 @@ def adapted(
 
     derivative: `forward` is operators of torch, whose derivative is what `backward` calls. Then `attend.differentiable`
     is attention that torch differentiates without Python, or None for tensors that are not plain.
-    Both raise ValueError if a single batch item spans more than a launch can address, and for a mask over different
-    numbers of queries and keys: kernels disagree on the corner of the matrix from which such a mask starts. With
-    `aligns_ends`, a mask over fewer queries is allowed.
+    Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
+    of the matrix such a mask starts from (except over fewer queries with `aligns_ends`), and if a single batch item
+    spans more than a launch can address.
     """
 
     def attend(

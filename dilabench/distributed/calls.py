@@ -1,15 +1,15 @@
 """Ranks that wait for each other in different calls: found through the store of their group, and ended.
 
-A call that is new to all ranks compares their requests before it sends anything. If it is new to only one of them, that
-rank waits for facts while the others wait for messages. Every rank therefore numbers its calls, which costs no message.
-A rank is waiting after `PATIENCE_S` seconds in one call, or if its GPU does not finish the last call for that long. It
-then writes its recent numbers and requests into the store, and reads the entries of waiting peers. Two different
+A call that is new to all ranks compares what they ask for before it sends anything. If it is new to one of them only,
+that rank waits for facts while the others wait for messages. Every rank therefore numbers its calls, which costs no
+message. A rank that has been in one call for `PATIENCE_S` seconds, or whose GPU has not come to the end of its last
+call for that long, writes its recent numbers and requests into the store, and reads what waiting peers wrote. Two
 requests with one number can never pair, however long the ranks wait.
 
 Waits for gloo's messages end only by an error of their connections. The rank that finds the disagreement writes it into
-the store and lets a receive time out, which closes its connections, and all ranks end with the text in the store. Copy
-engines end the waits of a GPU for their messages: its later results are wrong, and every later use of the group raises
-the error. NCCL's kernels wait until the timeout of their group, although another rank may have ended
+the store and lets a receive time out, which closes its connections, and all ranks end with the text in the store. Waits
+of a GPU for messages by copy engines are ended by these: what it computes from then on is wrong, and every later use of
+the group raises the error. NCCL's kernels wait until the timeout of their group, although another rank may have ended
 with the error, whose text is logged on all.
 """
 
@@ -64,7 +64,7 @@ def disagreement(requests: Mapping[int, Mapping[str, Any]]) -> str | None:
 
 
 class Calls:
-    """The calls of this rank in one group, in the order made. group: of gloo; for NCCL, of the same ranks.
+    """The calls of this rank in one group, in the order made. group: gloo's, or the gloo group beside NCCL's.
 
     ends: by device, what ends the waits of this rank's messages there, given the reason.
 

@@ -143,7 +143,7 @@ def _split_kernel(
             valid = row < count * HEADS
             query = place + first + row // HEADS * rate - start
             head = first_head + row % HEADS
-            # The place among the keys of each row, and of the first and the last row.
+            # Of each row, and of the first and the last: its number among the keys.
             own = (first - residue) // rate + row // HEADS
             begin, end = 0, n_here
             if LEFT:
@@ -369,7 +369,7 @@ class KeyBranches:
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[StridedSegments]], heads_per_kv: int, device: torch.device) -> KeyBranches:
-        """From the branches of each head."""
+        """Of those of each head."""
         places: dict[tuple[int, int, int], dict[int, int]] = {}
         for head, of_head in enumerate(segments):
             for number, (length, rate, offset) in enumerate(of_head):

@@ -18,7 +18,7 @@ from dilabench.units import format_latency, format_ratio, percent_text, signific
 from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
 
 NS_PER_MS = 1e6
-# The preset and lengths without --config.
+# What runs without --config: its preset and lengths.
 ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
 STEPS = {"both": "training step", "forward": "prefill"}
 COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "vs sdpa")
@@ -28,9 +28,9 @@ NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The step with each attention that can run here, without attention, and with a requested pattern.
 
-    Rows of the pattern are unranked, because it is another function. So are rows without attention, in which each token
-    sees only itself. Implementations that compile for long are planned only if they are named.
-    Raises EnvironmentNotReady without transformers.
+    The pattern is another function, so that its rows are unranked; so are those without attention, each token of which
+    sees itself alone. What compiles for long is planned only if it is named. Raises EnvironmentNotReady without
+    transformers.
     """
     if planner.catalogue.find_module("transformers") is None:
         raise EnvironmentNotReady(

@@ -39,8 +39,8 @@ _WAIT_UNTIL_AT_LEAST = 0
 class StreamQueue:
     """A CUDA stream as a `ring_buffers.Queue`: copies by the copy engines, waits and counts by the front end.
 
-    It uses no multiprocessor, so a transfer takes none from an attention kernel and waits for none to be free.
-    NCCL's kernels occupy multiprocessors, and so does a copy within a device, which the driver leaves to the
+    Nothing in it runs on a multiprocessor, so a transfer neither takes one from an attention kernel nor waits for one
+    to be free. NCCL's kernels do both, and so does a copy within a device, which the driver leaves to the
     multiprocessors. torch has no call for a stream that waits for a value in memory, so functions of the CUDA driver
     API (sections "Stream Memory Operations" and "Memory Management" of its manual) are called by name.
     """
@@ -101,8 +101,7 @@ class _Plane(ctypes.Structure):
     )
 
 
-# Constants of the CUDA driver API: the memory type of any address, and the bound of every device's
-# CU_DEVICE_ATTRIBUTE_MAX_PITCH.
+# Of the CUDA driver API: the memory type of any address, and the bound of every device's CU_DEVICE_ATTRIBUTE_MAX_PITCH.
 _UNIFIED, _LARGEST_PITCH = 4, 2**31 - 1
 
 # Arguments of the driver's functions: a stream's handle, addresses, and values of 32 bits or sizes.
@@ -146,7 +145,7 @@ _CAPTURED_SHARE = 4
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
-# A value of the CUDA driver API's CUstreamCaptureMode: calls of this thread do not end a capture of another one.
+# Of the CUDA driver API's CUstreamCaptureMode: calls of this thread do not end a capture of another one.
 _RELAXED = 2
 
 

@@ -47,14 +47,14 @@ class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
     At a random sample of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they
-    stay normally distributed and cost one pass over memory. In a sample of `batch` calls, each on a separate input
-    set, all sets get other numbers. Before a call one row of q, of k and of v gets fresh random numbers. CHANGE_SHARE
-    bounds the time of both; they bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
+    stay normally distributed and cost one pass over memory. Of a sample of `batch` calls, each on an input set of its
+    own, all sets do. Before a call one row of q, of k and of v gets fresh random numbers. Both happen as often as they
+    may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
     which no sample has neighbours to be compared with, all inputs change before every sample.
 
-    Over ranks all numbers of all inputs are redrawn before every call, each rank's from a separate seed
-    (`own_seeds`; ranks that hold the same tensors draw the same). A rank that knows another's numbers from earlier
-    calls can then save no message.
+    Over ranks all numbers of all inputs are redrawn before every call, each rank's from a seed of its own
+    (`own_seeds`; ranks that hold the same tensors draw the same). What a rank knows of another's numbers, from earlier
+    calls or its own, then saves it no message.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TimedCalls:
         self.renewed: list[int] = []
         self.changed: list[int] = []
         self.unmade = 0
-        # The seed of the present signs of dout (`dout_signs`), None before their first change.
+        # Of the signs that dout has now (`dout_signs`), None before its first change.
         self._dout_seed: int | None = None
         self._logs: set[ChangeLog] = set()
         self.active = False
@@ -175,7 +175,7 @@ class TimedCalls:
 
     def _drawn(self, call: KeptCall) -> bool:
         """Draw whether rows of a call that has returned are kept; the first call's always are."""
-        # A batch requests all its draws before the first call; at most MOST_KEPT of its results are stored.
+        # Of a batch, all of which is asked for before the first call, no more results are stored than are kept.
         share = self._row_share * min(1.0, MOST_KEPT / max(1, len(self._waiting)))
         # All ranks draw the same.
         return not call.number or (self._quick if self._local_row is None else self._choice).random() < share

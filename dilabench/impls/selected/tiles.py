@@ -21,8 +21,8 @@ LARGEST_HEAD_DIM = 256
 
 
 class _Kept(NamedTuple):
-    """The inputs of all passes over a selection on one stream: int32 indices [B, N, K, S], of packed sequences
-    [T, K, S] and their bounds, and lists.
+    """What all passes over a selection on one stream read: int32 indices [B, N, K, S], of packed sequences [T, K, S]
+    and their bounds, and lists.
     """
 
     indices: Tensor
@@ -79,7 +79,7 @@ class Tiled(SelectedAttention):
         return dq, dk, dv
 
     def _kept_for(self, q: Tensor, k: Tensor, v: Tensor) -> _Kept:
-        """The inputs of passes over such tensors on the current stream. Raises ValueError if tensors do not fit."""
+        """What passes over such tensors on the current stream read. Raises ValueError for tensors that do not fit."""
         from dilabench.kernels.selected.lists import KeptLists
 
         # Where memory is only traced there is no stream.

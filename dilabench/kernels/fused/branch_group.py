@@ -182,9 +182,8 @@ class BranchGroup:
 
     @cached_property
     def largest_tile(self) -> int:
-        """The largest power of two that divides every segment shorter than the longest.
-
-        The longest segment, or a shorter sequence, fills more than half of it, except of the smallest tile.
+        """Largest power of two that divides every segment inside of the longest, and that the longest segment, or a
+        shorter sequence, fills by more than half (but for the smallest tile there is).
         """
         filled = max(SMALLEST_TILE, 1 << (min(self.super_rows, self.sequence_rows) - 1).bit_length())
         inner = self.segment_rows[0]

@@ -3,11 +3,11 @@
 A ``[B, N, H, D]`` tensor seen as ``[B, N / R, R, H, D]`` puts token ``l * R + c`` at row l of *class* c; where R does
 not divide N, the first N mod R classes have a row more than the others. Let R be a multiple of every dilation rate that
 divides every segment length, and W the longest segment. Then all rows of one class of a head take part in the same
-branches. A tile of rows of one class against a tile of rows of another is wholly visible or not at all, except at the
-causal edge and at the ends of segments. The number m of branches that give a pair is constant in the tile, so
-multiplicity is a scalar bias log2(m) on the tile's logits.
+branches, so a tile of rows of one class against a tile of rows of another is either wholly visible (apart from the
+causal edge and where a segment ends) or not at all, and the number m of branches that give a pair is constant in the
+tile: multiplicity becomes a scalar bias log2(m) on the logits of the tile.
 
-A single branch needs no R that divides its segments: its classes count from the start of each segment.
+A branch by itself needs no R that divides its segments: classes then count from the start of each.
 
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. Branches that fit no group, or groups without a small common multiple, have no plan

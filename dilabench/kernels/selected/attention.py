@@ -4,7 +4,7 @@ A pass has two forms, by query (`by_query`) and gathered (`gathered`); `tiles.se
 come from lists by key (`by_key`), of single tokens from lists by token (`by_token`). No pass adds atomically, so that
 each gives the same bits from call to call.
 
-A plan has all that follows from options and layouts; the first pass of a kind makes it.
+What follows from options and layouts is in a plan, made at the first pass of a kind.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class _Lists:
         )
 
     def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """The result of `make`, called in the first pass."""
+        """What `make` gives at the first pass."""
         if name not in self._kept:
             self._kept[name] = make()
         made: MadeT = self._kept[name]
@@ -312,7 +312,7 @@ class _Lists:
         return self.once(name, lambda: are_alike(self.selection, *name[1:], self.cache, name, meanwhile))
 
     def known_alike(self, plan: _Plan) -> bool | None:
-        """The stored result of `alike`; None before its first call."""
+        """What `alike` gave before; None before."""
         assert plan.united
         known: bool | None = self._kept.get(_alike(plan.united))
         return known

@@ -326,8 +326,8 @@ def query_form(
     """Forward: write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; else ``dq`` [T, H, D], and ``parts`` [K,
     tokens, S, shape.parts, 2, D], if it is there: what each token adds to dK / scale and dV of the keys in its list.
 
-    ``given``: `operands.operand_arguments`. ``united``: tiles of neighbours, and the most blocks that
-    a tile may see to be computed as a whole; the tokens of other tiles are computed as ``each``.
+    ``given``: `operands.operand_arguments`. ``united``: tiles of neighbours, of which those that see at most that many
+    blocks are taken as a whole, the tokens of the others as ``each``.
     """
     kernel = _forward_kernel if direction == "forward" else _gradient_kernel
     for part in (each,) if united is None else (united[0], each):

@@ -6,7 +6,7 @@ from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, CUDA, DE
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import UNBOUNDED, Workload
 
-# The window in which each token sees itself alone.
+# What each token of a window of itself sees.
 ITSELF = (0, 0)
 BUILDERS = "dilabench.compat.transformers.model"
 TRANSFORMERS = "transformers>=5.24"

@@ -89,7 +89,7 @@ class ShardedAttention:
             (*lead, shards.rows[world.rank], heads, workload.head_dim)
             for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
         ]
-        # The request that must be equal on all ranks, and its pass.
+        # What all ranks must ask for alike, and in which pass.
         given = {"rows": shards.rows, "algorithm": type(algorithm).__name__}
         self._request = {**workload.model_dump(mode="json"), **given}
         passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
