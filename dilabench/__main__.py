@@ -11,7 +11,7 @@ except FileNotFoundError:
     _folder = ""
 if not sys.flags.safe_path and sys.path and sys.path[0] == _folder:
     del sys.path[0]
-    # What `-m` itself needs was imported before this line.
+    # Modules that `-m` itself needs were imported before this line.
     _files = (getattr(sys.modules.get(name), "__file__", None) or "" for name in sys.stdlib_module_names)
     _taken = [path for path in _files if os.path.dirname(path.removesuffix(f"{os.sep}__init__.py")) == _folder]
     if _taken and _folder != os.path.dirname(os.__file__):

@@ -74,11 +74,11 @@ def run(
     this under `if __name__ == "__main__":`. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else
     the suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any
     other field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the
-    suite. What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record
+    suite. None, the default, means not given. The run leaves its folder under `output`; with `store` the record
     is kept for `history` as well. A case that fails is a row of the record, not an exception.
 
-    Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, EnvironmentNotReady
-    in a process that may start none, and KeyboardInterrupt when Ctrl-C came before any row had ended.
+    Raises ConfigError for a wrong request, NothingToMeasure if none of its rows can run here, EnvironmentNotReady in a
+    process that may start no other process, and KeyboardInterrupt if Ctrl-C came before the first row had ended.
     """
     process = current_process()
     if process.name == WORKER_NAME:

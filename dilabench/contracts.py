@@ -150,12 +150,12 @@ class MergingKernel(NamedTuple):
 class AttendPacked(Protocol):
     """As `Attend`, within each of several sequences that follow each other along one axis.
 
-    q [T, H, D]; k, v [T, K, D]. `cu_seqlens` int32 [S + 1] on their device: where each sequence starts, and T at the
-    end; none is empty and `longest` is the length of the longest. Returns out [T, H, D] and lse [H, T].
+    q [T, H, D]; k, v [T, K, D]. `cu_seqlens` int32 [S + 1] on their device: the start of each sequence, and T at the
+    end. No sequence is empty, and `longest` is the length of the longest. Returns out [T, H, D] and lse [H, T].
 
     If keys and values [T_k, K, D] have other sequences, `cu_seqlens_k` and `longest_k` describe them. Under a causal
-    mask or a window, the last query of a sequence then has the position of its last key, no sequence has more queries
-    than keys, and a kernel that does not align ends (`PackedKernel.aligns_ends`) raises ValueError.
+    mask or a window, the last query of a sequence then has the position of its last key, and each sequence has at least
+    as many keys as queries. Raises ValueError then if the kernel does not align ends (`PackedKernel.aligns_ends`).
     """
 
     def __call__(

@@ -120,7 +120,7 @@ CUDA = DeviceFacts(
     wide_matmul_size=4096,
     copy_bytes=1 << 30,
 )
-# Such devices are untested: times come from the host's clock, with the margins of a processor.
+# Untested devices: times come from the host's clock, with the margins of a processor.
 _OTHER = replace(
     CPU,
     name=ACCELERATOR,
@@ -165,9 +165,9 @@ class GpuInfo(Model):
 class Machine:
     """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used, if so.
 
-    These give `facts`, what is known about this kind of device; `used_gpus`, those that a run can use, none on any
-    device but CUDA; `compute_capability` of the first of them, 90 for 9.0 (0 without one); `device_class`, for which
-    priorities of backends are stated ('sm90': sm_90 and newer, 'older': below sm_80); `auto_dtype` (catalog.md §2);
+    Derived: `facts` of this kind of device; `used_gpus`, the GPUs that a run can use, empty on devices other than CUDA;
+    `compute_capability` of the first GPU, 90 for 9.0 (0 without one); `device_class`, the key of the backends'
+    priorities ('sm90': sm_90 and newer, 'older': below sm_80); `auto_dtype` (catalog.md §2);
     `auto_tokens` of a call whose batch is `auto`: enough to fill a GPU, while a CPU computes one sequence at a time.
     """
 

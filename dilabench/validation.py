@@ -69,7 +69,7 @@ class Model(BaseModel):
 
 
 class Extended(Model):
-    """A model that is written without those of its `later` fields that are None, as before these existed."""
+    """A model that is written without `later` fields that are None, as before these fields existed."""
 
     later: ClassVar[Collection[str]] = ()
 

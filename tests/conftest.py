@@ -330,6 +330,19 @@ def text_of(path):
     return (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
 
 
+def stored_records():
+    """The files of the stored records: of pages, and those that only tests read."""
+    root = Path(__file__).parents[1]
+    folders = root / "docs" / "results", root / "tests" / "golden" / "records"
+    return [path for folder in folders for path in sorted(folder.glob("*.json.xz"))]
+
+
+def stored_record(name):
+    """The file of the stored record of this name."""
+    (path,) = (path for path in stored_records() if path.name == f"{name}.json.xz")
+    return path
+
+
 def smallest_of_each_suite(records):
     """The smallest of these record files of each suite: what differs between suites, in the least time."""
     first = {}

@@ -25,9 +25,9 @@ class KeyValueCache:
         return self._length
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N + M, K, D] with those of M more tokens, [B, M, K, D], as views.
+        """Append M tokens [B, M, K, D]; return all keys and values [B, N + M, K, D] as views.
 
-        Raises ValueError for other shapes, dtypes or devices than those of the tokens before.
+        Raises ValueError if shape, dtype or device differ from the earlier tokens.
         """
         memory = key[None] if self._memory is None else self._memory
         kinds = {(x.shape[-4:-3], x.shape[-2:], x.dtype, x.device) for x in (key, value, memory)}

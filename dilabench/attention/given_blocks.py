@@ -42,8 +42,8 @@ def selecting(
     bounds: tuple[tuple[int, ...], tuple[int, ...]],
     unread: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Pattern | PatternFields, Tensor]:
-    """The pattern of blocks that a caller gives, and their indices: as they are, or of several sequences, for blocks of
-    queries, those of their tokens. bounds, unread: `Call.cu_seqlens` and `Call.key_bounds`, as numbers or tensors.
+    """The pattern of blocks that a caller gives, and their indices: as given, or, for blocks of queries in several
+    sequences, per token. bounds, unread: `Call.cu_seqlens` and `Call.key_bounds`, as numbers or tensors.
     """
     selected = pattern if isinstance(pattern, SelectedKeys) else None
     if isinstance(pattern, Pattern):
@@ -203,8 +203,10 @@ def _of_query_blocks(
     bounds: tuple[tuple[int, ...], tuple[int, ...]],
     unread: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """[B, M, K, k] of query [B, M, H, D] and key [B, N, K, D], packed [T, K, k], from [n, k] or [K, n, k] of each block
-    of `block_size` queries: n blocks of all sequences, one after another. Of bounds that stay unread, n is not checked.
+    """Indices per token [B, M, K, k], packed [T, K, k], from [n, k] or [K, n, k] for blocks of `block_size` queries.
+
+    query [B, M, H, D], key [B, N, K, D]; n counts the blocks of all sequences, one after another, and is not checked if
+    the bounds are not read.
     """
     (batch, rows), packed = query.shape[:2], bool(bounds[0]) or unread[0] is not None
     of_queries, of_keys = bounds

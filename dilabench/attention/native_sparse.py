@@ -213,7 +213,7 @@ def _compressed(
     if not packed:
         if given.ndim != 4:
             raise ValueError(f"compressed keys or values {tuple(given.shape)} must be [B, C, K, D]")
-        # What does not fit is refused by `attend`.
+        # `attend` refuses tensors that do not fit.
         whole = len(spans) == 1
         return [given if whole else given[keys.items, :count] for (_, keys), count in zip(spans, counts, strict=True)]
     totals = [keys.sequences * count for (_, keys), count in zip(spans, counts, strict=True)]
@@ -322,7 +322,7 @@ class NativeSparseAttention(nn.Module):
     ) -> Tensor:
         """[B, N, E] of x [B, N, E], or with bounds of packed sequences [T, E] of x [T, E].
 
-        `position` gets each sequence alone, [1, n, heads, D]. cache: of the tokens before those of x. Tokens that are
+        `position` gets each sequence alone, [1, n, heads, D]. cache: of the tokens before x. Tokens that are
         given one after another get the results of one call over all of them, and only blocks that become whole are
         compressed; `position` then gets zeros in place of the tokens before. Raises ValueError for other shapes, for
         what is no tensor, and for a cache together with bounds.
@@ -347,7 +347,7 @@ class NativeSparseAttention(nn.Module):
         if cache is not None:
             joined = (torch.cat([*parts], 2) for parts in (keys, values))
             keys, values = (part.chunk(BRANCHES, 2) for part in cache.append(*joined))
-            # Of the first block that was not whole before.
+            # The first token of the first block that was not whole before.
             first = self.compress_key.compression.count(before) * self.compression_stride
         compressed_key, compressed_value = (
             torch.cat([*map(compress, _sequences(part[:, first:] if first else part, bounds))], 1)
@@ -379,7 +379,7 @@ class NativeSparseAttention(nn.Module):
         return result
 
     def _placed(self, part: Tensor, bounds: tuple[int, ...], before: int) -> Tensor:
-        """A part with its positions encoded, which begin behind those of `before` tokens."""
+        """A part with its positions encoded; its first token has position `before`."""
         assert self.position is not None, "else nothing is encoded"
         padded = nn.functional.pad(part, (0, 0, 0, 0, before, 0)) if before else part
         encoded = _joined([*map(self.position, _sequences(padded, bounds))], padded, 0.0)

@@ -24,7 +24,7 @@ from dilabench.workload.spec import UNBOUNDED, DType, Workload, bounds_of_length
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
 Kinds = tuple[Kind, Kind, Kind]
-"""Those of query, key and value."""
+"""The kinds of query, key and value."""
 # With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
 _DTYPES = {getattr(torch, name): name for name in get_args(DType)}
@@ -149,7 +149,7 @@ def check_rows(rows: int, keys: int, call: Call) -> None:
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse none, and heads of queries that those of keys do not share equally."""
+    """Raises ValueError if a number of heads is 0, or if `heads` is not a multiple of `kv_heads`."""
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(
             f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}, both at least 1: give query [B, N, H, D] "
@@ -380,8 +380,8 @@ def check_bounds_dtype(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
 def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> int:
     """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths.
 
-    Raises ValueError for tensors, negative numbers, what is no integer, without bounds, and for fewer tokens than the
-    longest sequence if the bounds are on the host and no graph is compiled: no bounds are read from a device.
+    Raises ValueError for tensors, negative numbers, other types than integers, and if `cu_seqlens` is None. Bounds on
+    the host are read if no graph is compiled; then a longer sequence than `max_seqlen` raises ValueError, too.
     """
     if isinstance(max_seqlen, Tensor):
         raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")

@@ -207,7 +207,7 @@ def sequence_shards(
     bounds = (0, seq_len or 0) if cu_seqlens is None else operands.bounds(cu_seqlens)
     bounds = operands.without_empty(bounds, bounds[-1])
     if order not in get_args(Order):
-        raise ValueError(f"order {order!r} is none of {', '.join(get_args(Order))}")
+        raise ValueError(f"order {order!r} must be one of {', '.join(get_args(Order))}")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")

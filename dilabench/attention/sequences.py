@@ -47,7 +47,7 @@ def key_bounds(
 
 def spans_of(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:
     """The queries and the keys of sequences, as `Call.cu_seqlens` and `Call.key_bounds` give them, equal neighbours
-    together. Those without queries or keys are left out.
+    together. Sequences without queries or keys are skipped.
 
     Raises ValueError for bounds that do not fit the tensors or each other, and under a mask, a window or a pattern for
     a sequence of more queries than keys.
@@ -136,7 +136,7 @@ class TokensThere(NamedTuple):
 
     @classmethod
     def of(cls, padding: Tensor) -> TokensThere:
-        """Of bool [B, N], True for a token that is there; read from its device once for each content."""
+        """From bool [B, N], True for a token that is no padding; read from its device once for each content."""
         return _there.get(padding, (), lambda: cls._of(padding))
 
     @classmethod

@@ -70,8 +70,8 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
 
 
 def _of_last_rows(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
-    """`automatic` for queries that are the last rows of their keys, by priority: the first implementation that takes
-    them, else the choice for the square with queries of zeros before them. Nothing is measured.
+    """`automatic` for queries that are the last rows of their keys, by priority, without measurements: the first
+    implementation that takes them, else the choice for the square with queries of zeros before them.
     """
     ways, machine = own_ways(), machine_of(device)
     for name in by_priority(ways, workload):

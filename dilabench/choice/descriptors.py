@@ -224,7 +224,7 @@ class Implementation:
     supports: Capabilities = field(default_factory=Capabilities)
     """The workloads that it computes."""
     requires: tuple[Requirement, ...] = ()
-    """What must be there: 'cuda>=sm80', 'module>=1.2', alternatives separated by '|'."""
+    """Its requirements: 'cuda>=sm80', 'module>=1.2', alternatives separated by '|'."""
     aliases: tuple[Name, ...] = ()
     """Other names."""
     uses_backend: bool = False
@@ -236,7 +236,7 @@ class Implementation:
     calls_ahead: bool = False
     """As `calls_window`, over ranks under windows that look ahead, for keys of other ranks."""
     takes: Takes = "heads"
-    """What a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], for a module with
+    """The inputs of a call: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], for a module with
     projections around the attention, 'model' for the workload's model. Rows with different inputs are never ranked
     together."""
     deterministic: bool = False
@@ -245,7 +245,7 @@ class Implementation:
     """The first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite over
     many lengths includes it only if named."""
     quirks: tuple[str, ...] = ()
-    """What a reader of its rows should know."""
+    """Remarks that reports show with its rows."""
     role: Role = "method"
     """The oracle defines correct results; speed-ups refer to a plain method, a built-in one if it has a time; a
     yardstick is an unranked reference, measured in the same run."""

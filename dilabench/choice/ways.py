@@ -140,8 +140,8 @@ ONLY_STEPS = "it computes a step of a model, and the workload has none: `dilaben
 class Ways:
     """Implementations and backends, and why one of them cannot, or should not, compute a workload on a machine.
 
-    `starts_ranks`: ranks are started on this machine, each on a GPU. Else they are there already, whatever this process
-    sees of their GPUs: each may see its own alone, or be on a node.
+    `starts_ranks`: ranks are started on this machine, each on a GPU. Otherwise they run already, and this process may
+    not see their GPUs: each may see only its own, or run on another node.
     """
 
     starts_ranks = False

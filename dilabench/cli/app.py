@@ -334,7 +334,7 @@ COMMANDS = (
     Command(
         "check",
         "dilabench.cli.compare.check:check",
-        "Measure again and fail on what is slower than a baseline.",
+        "Measure again, and fail if a case is slower than a baseline.",
         prints=False,
     ),
     Command("history", "dilabench.cli.compare.history:history", "Stored runs, and how a case developed over them."),
@@ -345,7 +345,7 @@ COMMANDS = (
         "Find out how noisy this machine is between sessions.",
         prints=False,
     ),
-    Command("tune", "dilabench.cli.run.tune:tune", "Measure what is fastest here, for `-i auto`.", prints=False),
+    Command("tune", "dilabench.cli.run.tune:tune", "Measure which is fastest here, for `-i auto`.", prints=False),
     Command(
         "baseline",
         "dilabench.cli.compare.baseline:baseline_app",

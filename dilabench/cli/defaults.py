@@ -94,7 +94,7 @@ def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             continue
         settings: Any = _tables(path)
         for table in ("tool", TOOL) if path.name == PROJECT_FILE else ():
-            # A file of other tools: what is none of our tables says nothing.
+            # A file of other tools: only dilabench's tables are read.
             settings = settings.get(table) if isinstance(settings, dict) else None
         if isinstance(settings, dict):
             return path, settings

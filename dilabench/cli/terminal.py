@@ -30,7 +30,7 @@ class _KeptOpen(io.BufferedWriter):
     """A buffer that stays open when it, or its stream, is closed."""
 
     def close(self) -> None:
-        """Nothing: a plug-in may call it, and the command has more to print."""
+        """Does nothing: a plug-in may call it, and the command has more to print."""
 
 
 class Output(io.TextIOWrapper):

@@ -70,7 +70,7 @@ _Session = tuple[Timing, Timing, Counts]
 
 @dataclass(frozen=True, slots=True)
 class _SharedRounds:
-    """What two cases share, by session; see `Pairing`."""
+    """The rounds that two cases share, by session; see `Pairing`."""
 
     sessions: list[_Session]
     left_out: int

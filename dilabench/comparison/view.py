@@ -97,7 +97,7 @@ class RowView:
 
     @property
     def std_ns(self) -> float | None:
-        """The standard deviation, with n - 1; None of a single sample."""
+        """The standard deviation, with n - 1; None for a single sample."""
         return stdev(self.timing.samples_ns) if self.samples > 1 else None
 
     @property
@@ -298,14 +298,14 @@ def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
 
 @dataclass(frozen=True, slots=True)
 class _Estimated:
-    """What the common rounds of two rows say; None if there are none. `throttled`: too many were slowed down."""
+    """The estimate from the common rounds of two rows; None without any. `throttled`: too many were slowed down."""
 
     estimate: Estimate | None = None
     throttled: bool = False
 
     @property
     def interval(self) -> Interval | None:
-        """Of ln(ratio); None if the rounds are too few or too disturbed."""
+        """The interval of ln(ratio); None if the rounds are too few or too disturbed."""
         return None if self.estimate is None or self.throttled else self.estimate.interval
 
 
@@ -314,7 +314,7 @@ _ESTIMATED: dict[tuple[int, int, float], tuple[weakref.ref[Timing], weakref.ref[
 
 
 def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estimated]:
-    """What the common rounds of each (baseline, candidate) say; the statistics of many pairs are computed together."""
+    """The estimates from the common rounds of each (baseline, candidate), computed together for many pairs."""
     timings = [None if old is new else common_timings(old, new) for old, new in pairs]
     known = {(id(both[0]), id(both[1]), sigma_aa): both for both in timings if both is not None}
     unknown = [(key, both) for key, both in known.items() if not _is_known(key, both)]
@@ -380,8 +380,9 @@ class Ranking:
     """Rows that compute the same function of the same inputs, compared.
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `unproven`: rows that are not proven slower than the fastest, whose median is the smallest. `tied`: those of them
-    that are not probably slower either. `too_few_rounds`: all unproven ones shared too few rounds with the fastest.
+    `unproven`: rows that are not proven slower than the fastest, whose median is the smallest. `tied`: unproven
+    rows that are not probably slower either. `too_few_rounds`: all unproven rows shared too few
+    rounds with the fastest.
     """
 
     fastest: Row

@@ -4,8 +4,8 @@
 
     patch(model)  # every dilated attention in a loaded torchscale, LongViT or Prov-GigaPath model
 
-What torchscale computes is one softmax over all branches with attended zero keys, blocked head offsets and a merge
-without gradient (docs/explanation/semantics.md); its parameters, names and signatures are unchanged.
+torchscale computes one softmax over all branches, with attended zero keys, blocked head offsets and a merge without
+gradient (docs/explanation/semantics.md). Parameters, names and signatures are torchscale's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups: the gloo group beside one of NCCL, the time-out of a group, and its end."""
+"""Process groups: the gloo group of the same ranks as one of NCCL, the time-out of a group, and its end."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def share_cores(workers: int) -> None:
 def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
     """The world that torchrun describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    Raises EnvironmentNotReady when a variable is missing or does not fit, the port is taken, this rank has no GPU, or
-    the other ranks do not connect.
+    Raises EnvironmentNotReady if a variable is missing or wrong, the port is taken, this rank lacks a GPU, or the other
+    ranks do not connect in time.
     """
     rank, size, local_rank = _integers("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not 0 <= rank < size:

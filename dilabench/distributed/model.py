@@ -40,7 +40,7 @@ class Sharding(Protocol):
         ...
 
     def launches(self, workload: Workload, ranks: int) -> Launches:
-        """What the host of a rank does in a call, which lasts no shorter than that. Optional."""
+        """The launches of a rank's host in a call, which takes at least their time. Optional."""
         ...
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:

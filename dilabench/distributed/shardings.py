@@ -238,7 +238,7 @@ class HeadsInRing:
         return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
 
     def launches(self, workload: Workload, ranks: int) -> Launches:
-        """Those of the ring, and the exchanges of a group."""
+        """The launches of the ring, and two exchanges of a group in each pass."""
         calls, forward, backward = self.ring.launches(workload, usp_degrees(ranks)[1])
         return Launches(calls, forward + 2, backward + 2)
 

@@ -124,7 +124,7 @@ class CaseState:
             self.dropped += before - run.samples
 
     def row(self) -> Row:
-        """The row of the case. Of samples, only those of processes whose timed calls were checked."""
+        """The row of the case, with samples only from processes whose timed calls were checked."""
         self.drop_unchecked()
         if self.outcome is not None:
             return Row(planned=self.planned, outcome=self.outcome)

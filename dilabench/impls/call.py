@@ -109,7 +109,7 @@ class PatternFields(NamedTuple):
     """A pattern for graphs of compilers, which make constants of texts and lists of numbers, and of no pattern.
 
     words: the fields as 'name=text', 'name#' for the next of `sizes`, 'name#3' for the next three, or 'name~' for the
-    next of `fractions`, behind a '?' if they are those of a request; or the pattern as JSON.
+    next of `fractions`, behind a '?' if a request has them; or the pattern as JSON.
     """
 
     words: str

@@ -98,7 +98,7 @@ def lse_gradients(
 
 
 def with_lse_gradient(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk, dv of `gradients`, and those of lse added to them, whose gradient is given last."""
+    """dq, dk, dv of `gradients`, plus the share of lse, whose gradient is the last of `given`."""
     *others, dlse = given
     dq, dk, dv = gradients(dout, *others)
     more_dq, more_dk = lse_gradients(gradients, dlse, *others)

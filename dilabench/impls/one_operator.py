@@ -130,7 +130,7 @@ def eager(
 def with_sink(
     computation: Computation, forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> Any:
-    """What `forward` of a computation gives, with a sink added to it."""
+    """The result of `forward` of a computation, with a sink added to it."""
     if sink is None:
         return forward(q, k, v)
     if getattr(computation, "exchanges", False):

@@ -210,9 +210,9 @@ def mapped(
 ) -> Rule:
     """The rule by which `torch.func.vmap` maps an operator.
 
-    Samples become rows of one larger batch if only the arguments `batched`, which begin with a batch axis, differ
-    between them, and the last five (indices, bounds, key bounds, number and options) allow it. Otherwise they are
-    computed one after another.
+    Samples become rows of one larger batch on two conditions: only the arguments `batched`, which begin with a batch
+    axis, differ between them, and the last five (indices, bounds, key bounds, number and options) allow it. Otherwise
+    they are computed one after another.
     """
 
     alone = one_after_another(op)

@@ -21,7 +21,7 @@ from dilabench.workload.spec import Window, Workload
 
 def build(workload: Workload, context: BuildContext) -> SplitKeys:  # noqa: ARG001
     """The branches of its pattern reach the device with the first call."""
-    # What a pattern has in any sequence, no mask of the workload's.
+    # The pattern's branches in any sequence, without the workload's mask.
     shape = SequenceShape(1, workload.num_heads, workload.num_kv_heads, causal=False, window=(-1, -1))
     window = workload.window[0], 0 if workload.causal else workload.window[1]
     return SplitKeys(workload.pattern, shape, window, workload.softmax_scale)
@@ -88,7 +88,7 @@ def _branches(
     device: torch.device,
     _kind: type[Tensor],
 ) -> KeyBranches:
-    """Those of sequences of up to this length. Tables of traced tensors are others than those of tensors with data."""
+    """The branches of sequences of up to this length. Traced tensors have other tables than tensors with data."""
     shape = replace(shape, length=length)
     segments = []
     for head in range(shape.num_heads):

@@ -65,7 +65,7 @@ class Launch(NamedTuple):
 
 
 Beside = Callable[[], Iterable[Launch]]
-"""Launches that are not to be made, for what is compiled beside others."""
+"""Launches whose kernels are compiled together with others, and that are not made."""
 
 
 class LaunchCache:

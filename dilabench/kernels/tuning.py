@@ -284,7 +284,7 @@ _MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
 
 
 def columns_to_add(head_dim: int, itemsize: int, hopper: bool, queries: float = 0, keys: float = 0) -> int:
-    """How many columns of zeros tiles that are copied again and again are given before kernels read them: mostly none.
+    """The number of columns of zeros to add to tiles that are copied many times, before kernels read them: mostly 0.
 
     Hopper copies rows that are no multiple of 32 bytes at half speed. On an H200, 32768 tokens, H16, w 1024 5792 32768
     65536, r 1 2 4 8, forward and backward alone, in ms: D24 1.45 and 3.82, D32 0.99 and 3.21; D40 2.27 and 5.25, D56

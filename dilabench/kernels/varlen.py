@@ -35,8 +35,8 @@ def keys_seen(cu_seqlens: Tensor, cu_seqlens_k: Tensor, rows: int, left: int, ri
 
 
 class TileReach(NamedTuple):
-    """For each tile of rows: the other tiles from `first` to before `stop` of which it may see a row, and those from
-    `full_first` to before `full_stop` that all its rows see completely. int64 [tiles] each.
+    """Ranges of other tiles for each tile of rows, int64 [tiles] each: it may see rows of tiles in [first, stop), and
+    all its rows see tiles in [full_first, full_stop) completely.
     """
 
     first: Tensor

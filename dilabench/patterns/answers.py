@@ -120,7 +120,7 @@ class Pairs(NamedTuple):
 
 
 class LastRows(NamedTuple):
-    """What the last rows of one sequence take part in: their pairs, and a lower bound of the rows of q, over query
+    """The work of the last rows of one sequence: their pairs, and a lower bound of the rows of q, over query
     heads, and of k, over key/value heads, that belong to any pair."""
 
     pairs: Pairs
@@ -320,7 +320,7 @@ def keys_between(part: range | Positions, first: Positions, stop: Positions) -> 
 
 @lru_cache(maxsize=4096)
 def counted_once(count: Callable[..., Any], pattern: Hashable, shape: SequenceShape, *rows: int) -> Any:
-    """The pairs that `count` gives, or those of the last `rows`: every case over a workload asks for them."""
+    """The pairs that `count` gives, of all rows or of the last `rows`. Kept: every case of a workload needs them."""
     return count(pattern, shape, *rows)
 
 

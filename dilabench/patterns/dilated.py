@@ -343,7 +343,7 @@ class DilatedPattern(Pattern):
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
-        """Those of the branches."""
+        """The segment lengths of the branches."""
         return self.segment_lengths
 
     @property

@@ -4,8 +4,8 @@ because `--help` imports this file.
 `counts` is the only definition. All other methods follow from it, and their defaults here derive it from `counts`; a
 pattern may override them with faster forms, which tests check against `counts`.
 
-Positions count from 0 in one sequence. C[h, i, j] is how often the query at i sees the key at j, before the causal mask
-and the window, which hold for every pattern and are applied outside of it (semantics.md §1).
+Positions count from 0 in one sequence. C[h, i, j] is how often the query at i sees the key at j. The causal mask and
+the window are applied outside of the pattern (semantics.md §1).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Pattern(Model, ABC):
         return np.zeros(0, dtype=np.int64)
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...] | None:  # noqa: ARG002
-        """The pattern of a head as a union of strided segments, None if it is not one.
+        """The pattern of a head as a union of strided segments; None for other patterns.
 
         Implementations of such unions over a dense backend can then compute the pattern.
         """
@@ -250,7 +250,7 @@ class Pattern(Model, ABC):
         return None
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:  # noqa: ARG002
-        """The pattern as a union of whole blocks of queries and keys, None if it is not one.
+        """The pattern as a union of whole blocks of queries and keys; None for other patterns.
 
         Implementations of lists of blocks can then compute the pattern.
         """

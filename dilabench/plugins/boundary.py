@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """What users are told."""
+        """The message that users see."""
         return f"problem in plug-in {self.plugin!r}: {self.why}"
 
 

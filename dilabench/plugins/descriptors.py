@@ -148,7 +148,7 @@ class Timer:
     target: Target
     """A class as described in `dilabench.engine.timers`."""
     proves: str
-    """What its times state."""
+    """The statement that its times support."""
     devices: Devices = frozenset({"cpu", "cuda"})
     """Kinds of device on which it works."""
     aliases: tuple[Name, ...] = ()

@@ -44,7 +44,7 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
 
 
 def _work(workload: Workload) -> float:
-    """The FLOPs of a call; of a step of a model those of its projections, feed-forward layers and head, too."""
+    """The FLOPs of a call; for a step of a model, plus its projections, feed-forward layers and head."""
     model = workload.model
     if model is None:
         return flops(workload)

@@ -76,7 +76,7 @@ class Nanoseconds(Sequence[int]):
         return repr(tuple(self._values))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
-        """What numpy makes an array of: a copy, so that the samples stay as they are."""
+        """A copy as an array, so that the samples stay as they are."""
         import numpy as np
 
         if copy is False:
@@ -137,12 +137,12 @@ _NUMBERS = ("session", "round", "position")
 _READINGS = ("sm_clock_mhz", "power_mw", "temperature_c")
 _MARKED = ("renewed", "changed")
 _LISTS = ("samples_ns", *_MARKED, "enqueue_ns", "rank_samples_ns", "throttle")
-# What most slots have in a field.
+# The value of each field in most slots.
 _MOSTLY: tuple[tuple[str, list[Any] | None], ...] = (
     *((name, None) for name in _READINGS),
     *((name, []) for name in _LISTS[1:]),
 )
-# What the lists in a list hold.
+# The type of the values in a list.
 _INSIDE = (("rank_samples_ns", list), ("throttle", str))
 
 
@@ -221,7 +221,7 @@ class SlotColumns(Sequence[Slot]):
                 try:
                     kept[name] = array("q", readings)
                 except TypeError:
-                    # What is not None must be an integer.
+                    # Values other than None must be integers.
                     if array("q", [value for value in readings if value is not None]):
                         kept[name] = tuple(readings)
         if any(ranks := values.get("rank_samples_ns", ())):

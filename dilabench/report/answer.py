@@ -44,7 +44,7 @@ SPARE = ("memory", "verified")
 
 
 class Decided(IntEnum):
-    """What is known of one place, in the order in which an answer says it. ALONE: one row, so no comparison."""
+    """The kind of result of one place, in the order of an answer. ALONE: one row, so no comparison."""
 
     WON = auto()
     TIE = auto()
@@ -148,7 +148,7 @@ ANSWER_COLUMNS = (
 
 
 def decided(ranking: Ranking | None) -> Decided:
-    """What the ranking of one place decides; WON is proven or probable."""
+    """The kind of result of a ranking; WON is proven or probable."""
     if ranking is None:
         return Decided.NOTHING
     if len(ranking.speedups) == 1:
@@ -274,7 +274,7 @@ def _other_ranked(rows: Sequence[Row], ranking: Ranking) -> list[Row]:
 
 
 def _why_none(rows: Sequence[Row], status: str) -> str:
-    """What kept rows from a time; what rows do not support only if no other reason kept any.
+    """Why rows have no time; a missing support is named only without any other reason.
 
     Cases to which an interrupted run did not come have no row.
     """

@@ -228,7 +228,7 @@ _COLUMNS = (
     ),
     Column(
         name="TFLOP/s",
-        # Of attention alone, which is a part of a model's step.
+        # The rate is of attention alone, a part of a model's step.
         cell=lambda view: None if view.row.case.workload.model else view.tflops_per_s,
         unit="TFLOP/s",
         spare=3,
@@ -265,7 +265,7 @@ def exported(view: RowView | None) -> dict[str, Any]:
 
 
 def chosen_columns(wanted: Sequence[str] = (), rows: Iterable[Row] = ()) -> tuple[Column, ...]:
-    """The columns to show: those usual for `rows`, or the `wanted` after those that name a row. Raises ConfigError."""
+    """The columns to show: the usual ones for `rows`, or the naming columns and `wanted`. Raises ConfigError."""
     for name in wanted:
         if name not in COLUMNS:
             raise unknown_name("column", name, COLUMNS)

@@ -42,7 +42,7 @@ FOOTNOTES = {
     "all vs": "a built-in: every row was compared with this implementation, of which the oracle had confirmed "
     "sampled rows",
 }
-# What a call receives, in words, if it is not q, k, v.
+# The inputs of a call in words, if they are not q, k, v.
 MODULES: Mapping[str, str] = MappingProxyType({"embeddings": "whole modules"})
 STAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -362,7 +362,7 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def time_spent(record: RunRecord) -> str | None:
-    """What the run took by stage, the longest first; None if nothing says."""
+    """The time of the run by stage, the longest first; None if the record has none."""
     spent: Counter[str] = Counter(record.wall_ns)
     for row in record.rows:
         if isinstance(row.outcome, Measured):

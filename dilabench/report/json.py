@@ -13,7 +13,7 @@ FILENAME = "run.json"
 # The key of a row's figures, which no record has.
 SUMMARY = "summary"
 
-# What follows the digest, and the bytes from the digest on.
+# The text after the digest, and the number of bytes from the digest on.
 END = "\n}\n"
 TAIL_BYTES = 2 + 2 * hashlib.sha256().digest_size + len(END)
 

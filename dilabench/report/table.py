@@ -107,7 +107,7 @@ def to_text(
 
 
 def in_brief(record: RunRecord) -> str:
-    """What `print(record)` shows: ten lines with the answer, what fits of its table, and how many rows ended how."""
+    """The text of `print(record)`: ten lines with the answer, the start of its table, and the counts of outcomes."""
     console, out = text_console(BRIEF_WIDTH, colour=False)
     for finding in sections_of(record, discover().catalogue, plots=False):
         if finding.answers:

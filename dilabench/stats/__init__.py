@@ -1,6 +1,6 @@
 """Statistics of a benchmark: plain numbers in, verdicts with their reasons out.
 
-One idea per module. Nothing here imports torch, reads a file or knows a record; times are in nanoseconds, effects are
+One idea per module. No module imports torch, reads a file or uses a record; times are in nanoseconds, effects are
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================

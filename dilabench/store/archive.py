@@ -253,7 +253,7 @@ def _row_texts(text: bytearray, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _RowReader:
-    """Reads rows. What they share is in memory once: requests, workloads, checks, the names that pydantic keeps."""
+    """Reads rows. Parts that rows share are in memory once: requests, workloads, checks, pydantic's names."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[type[BaseModel], bytes], BaseModel] = {}

@@ -22,7 +22,7 @@ FILENAME = "history.sqlite"
 VERSION = 6
 WAIT_S = 20.0
 BRIEF_WAIT_S = 1.0
-# What a record with an unknown pattern or impossible numbers raises.
+# Errors that a record with an unknown pattern or impossible numbers raises.
 UNUSABLE = (DilabenchError, ArithmeticError, ValueError)
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,

@@ -57,8 +57,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     A preset without `query_len` gets one query. Dense attention is planned over the backend that `auto` takes and every
     other that can run here, that a choice by measurement tries and that does not compile for long. Other patterns are
-    planned over the former, beside dense attention as an unranked reference. What computes every row is planned only if
-    it is named; its rows say why they are skipped. Raises ConfigError for a batch that is set twice.
+    planned over the former, with dense attention as an unranked reference. Implementations that compute every row are
+    planned only if they are named; their rows say why they are skipped. Raises ConfigError if the batch is set twice.
     """
     implementations = planner.implementations(planner.where(_takes_last_rows))
     kernels = (AUTO, *(backend.name for backend in planner.catalogue.backends if not backend.compiles))
@@ -86,7 +86,7 @@ def _takes_last_rows(implementation: Implementation) -> bool:
 
 
 def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadRequest]:
-    """The requests of each preset, those of few keys first."""
+    """The requests of each preset, in ascending order of keys."""
     batches, overrides = request.options.get("batches", ()), request.overrides
     if batches and "batch_size" in overrides:
         given = ",".join(map(str, batches))
@@ -183,6 +183,6 @@ def _line(line: AnswerRow, row: Row, ceilings: Mapping[str, float]) -> tuple[str
 
 
 def _heading(workload: Workload) -> str:
-    """What does not vary with keys, queries and batch."""
+    """The parts of the label that do not vary with keys, queries and batch."""
     _, _, rest = workload.label().partition(f" of {format_count(workload.seq_len)} ")
     return f"{rest or workload.label()} · {workload.pattern.label()} · {workload.mode}"

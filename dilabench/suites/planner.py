@@ -404,7 +404,7 @@ def as_dense(request: WorkloadRequest) -> WorkloadRequest:
 
 
 def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
-    """Raise ConfigError for an option that is none of `known`; for suites whose descriptor has no model of them."""
+    """Raise ConfigError for an option outside of `known`; for suites whose descriptor has no model of options."""
     known = sorted(known)
     for name in request.options:
         if name not in known:

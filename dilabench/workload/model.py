@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dilabench.validation import Model
 
-# Fields of a configuration of transformers, by those of a ModelShape.
+# Fields of a configuration of transformers, by the fields of a ModelShape.
 CONFIG_FIELDS = {
     "width": "hidden_size",
     "layers": "num_hidden_layers",
@@ -50,7 +50,7 @@ class ModelShape(Model):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The fields of its configuration in transformers, without those of the heads."""
+        """The fields of its configuration in transformers, without the fields of the heads."""
         sizes = {theirs: getattr(self, ours) for ours, theirs in CONFIG_FIELDS.items()}
         return {name: size for name, size in sizes.items() if size is not None} | dict(self.options)
 

@@ -68,5 +68,5 @@ def edges(workload: Workload) -> Positions:
 
 
 def hides_nothing(workload: Workload) -> bool:
-    """Whether every query sees all keys of its sequence, but for those that a causal mask hides."""
+    """Return True if every query sees all keys of its sequence that a causal mask does not hide."""
     return workload.is_dense and workload.window == UNBOUNDED

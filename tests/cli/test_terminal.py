@@ -2,7 +2,6 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -22,6 +21,7 @@ from dilabench.predict.time import case_expected_s, case_seconds
 from dilabench.record import Case, Failed, Measured, PlannedCase, Row, Skipped, Verification
 from dilabench.store.run_files import read_record
 from dilabench.workload.spec import WorkloadRequest, flops
+from tests.conftest import stored_record
 
 COLUMNS = ("verdict", "case", "baseline", "95 % CI", "A12")
 ROW = ("no change above 6.6 %", "strided over sdpa-flash against gather", "2.74 ms", "0.855 to 0.906", "0.24")
@@ -164,7 +164,7 @@ def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s
 @pytest.mark.parametrize("slower", [0.5, 1, 2])
 def test_the_time_left_follows_the_work_of_the_open_cases(name, slower, longest_first):
     """Rows of real runs; the machine may be faster or slower than the prediction."""
-    record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json.xz")
+    record = read_record(stored_record(name))
     machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
     rows = [row for row in record.rows if isinstance(row.outcome, Measured)]
     took_s = {case_id: slower * seconds for case_id, seconds in case_seconds(rows, 300.0).items()}

@@ -41,7 +41,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "give one of them",
         "must rise from 0",
         "bounds that rise from 0",
-        "'striped' is none of zigzag, contiguous, balanced",
+        "'striped' must be one of zigzag, contiguous, balanced",
         "another order than balanced: those were assigned for causal attention",
         "causal attention with the window that sequence_shards was given",
         "a DeviceMesh of 2 dimensions",

@@ -24,10 +24,10 @@ from dilabench.report.pull_request import of_comparison, of_matrix, of_run
 from dilabench.report.table import to_text
 from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
-from tests.conftest import text_of
+from tests.conftest import stored_records, text_of
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "docs" / "results").glob("*.json.xz"), key=lambda path: path.stat().st_size)
+RESULTS = sorted(stored_records(), key=lambda path: path.stat().st_size)
 RECORDS = [
     ROOT / "tests" / "golden" / "run_record.v1.json",
     *[path for path in RESULTS if '"schema_version"' in text_of(path)][:19],

@@ -34,7 +34,7 @@ from dilabench.store.run_files import read_record
 from dilabench.suites.findings.series import plots_over_length, series_of
 from dilabench.suites.overview import bars_of
 from dilabench.units import format_bytes, format_latency, format_rate
-from tests.conftest import smallest_of_each_suite, text_of
+from tests.conftest import smallest_of_each_suite, stored_record, text_of
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [ROOT / "tests" / "golden" / "run_record.v1.json"] + [
@@ -226,7 +226,7 @@ SIZES = {"memory", "peak memory"}
 
 @pytest.mark.parametrize("name", FINDINGS)
 def test_findings_show_the_times_and_peaks_of_rows(name: str) -> None:
-    record = read(ROOT / "docs" / "results" / f"{name}.json.xz")
+    record = read(stored_record(name))
     known = views(record).values()
     times = {ABSENT, *(format_latency(view.median_ns) for view in known)}
     sizes = {ABSENT, *(format_bytes(view.peak_bytes) for view in known if view.peak_bytes is not None)}

@@ -9,9 +9,8 @@ import pytest
 
 from dilabench.report import json as as_json
 from dilabench.store.run_files import read_record
-from tests.conftest import slow
+from tests.conftest import slow, stored_record
 
-ROOT = Path(__file__).parents[2]
 # The goal is 40 files.
 MOST_FILES = 49
 
@@ -39,7 +38,7 @@ finally:
 @pytest.mark.parametrize("record", ["cpu-flash", slow("cpu-half")])
 def test_a_report_passes_few_files(record: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    path.write_text(as_json.to_text(read_record(ROOT / "docs" / "results" / f"{record}.json.xz")))
+    path.write_text(as_json.to_text(read_record(stored_record(record))))
     assert json.loads(path.read_text())["rows"]
     ended = subprocess.run(
         [sys.executable, "-c", WATCHED, "report", str(path)], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""`dilabench plugin`: write a plug-in, and run every conformance check on what it adds."""
+"""`dilabench plugin`: write a plug-in, and run every conformance check on its components."""
 
 import typer
 
@@ -7,7 +7,7 @@ from dilabench.cli.author.check import check
 from dilabench.cli.author.new import new
 
 plugin_app = typer.Typer(
-    help="Write a plug-in, and run every conformance check on what it adds.",
+    help="Write a plug-in, and run every conformance check on its components.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,

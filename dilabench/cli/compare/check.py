@@ -88,7 +88,7 @@ def check(
             "create it from --run, or from the latest run.",
         ),
     ] = False,
-    keep: Annotated[bool, typer.Option("--store/--no-store", help="Keep what is measured in the store.")] = True,
+    keep: Annotated[bool, typer.Option("--store/--no-store", help="Keep the new record in the store.")] = True,
     strict_plugins: StrictPlugins = False,
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.

@@ -23,7 +23,7 @@ from dilabench.units import format_bytes, output_width
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Show the machine, the packages, what can be used, and what makes times here noisy, with advice."""
+    """Show the machine, the packages, the usable components, and the causes of noisy times, with advice."""
     from dilabench.engine.device.environment import snapshot
 
     machine, found = detect(), discover()

@@ -34,10 +34,10 @@ class Kind(StrEnum):
 
 def list_names(
     kind: Annotated[Kind | None, typer.Argument(help="Kind to list; all by default.")] = None,
-    why: Annotated[bool, typer.Option("--why", help="Also say what each one does not compute.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Also list the workloads that each does not compute.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what there is and, for what cannot be used on this machine, why."""
+    """List every component, and why some cannot be used on this machine."""
     found, machine = discover(), detect()
     kinds = [kind] if kind else list(Kind)
     listing = {name: _entries(found, name, machine) for name in kinds}

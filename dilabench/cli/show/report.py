@@ -62,7 +62,7 @@ def report(
     as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Render a run record: a table by default, html, markdown, json, csv, or what a plug-in brings.
+    """Render a run record: a table by default, html, markdown, json, csv, or a plug-in's format.
 
     Several runs are ranked together, as table, html or json: one board per device and family of workloads. It lists
     verified rows only. Rows share a place if no difference between them is proven (=, or ? after too few rounds). Rows

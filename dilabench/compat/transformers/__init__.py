@@ -22,18 +22,19 @@ def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend
     (gpt-oss), softcaps (Gemma 2), value widths (MLA) and scales come from the model, documents from `cu_seq_lens_q` or
     from position ids that restart. Rows of padding are 0.
 
-    A cache, fewer queries than keys, cross-attention and what a model selects (DSA, MSA) are computed, too. Rows of a
-    batch whose padding ends at different tokens are calls of their own if keys are a cache's or another sequence's.
-    Masks of other forms, padding between the tokens of a cache, on a GPU also unequal padding next to a cache and steps
-    with a static one, dropout and position biases go to torch's SDPA, which the logger `dilabench.compat.transformers`
-    says once for each model and reason; DILABENCH_STRICT=1 makes it a ValueError. With a `pattern`, which SDPA does not
-    compute, it always is one, and so are keywords that dilabench does not know. With a softcap, which SDPA lacks, plain
-    products compute what would go to it. Under torch.compile padding, windows, caches and position ids that restart go
-    to SDPA; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
+    A cache, fewer queries than keys, cross-attention and selections of a model (DSA, MSA) are computed, too. If keys
+    come from a cache or another sequence, rows of a batch with padding of different lengths are separate calls.
 
-    Raises ImportError without transformers (extra `transformers`), ValueError for a name of transformers' own, such as
-    'sdpa', for a pattern that is no object of `dilabench.patterns`, and for one that needs indices or gates of the
-    caller.
+    torch's SDPA computes calls with masks of other forms, padding between the tokens of a cache, dropout or position
+    biases; on a GPU also calls with a cache and unequal padding, and steps with a static cache. The logger
+    `dilabench.compat.transformers` names each model and reason once; DILABENCH_STRICT=1 makes it a ValueError. With a
+    `pattern`, which SDPA cannot compute, such a call always raises ValueError, and so do unknown keywords. With a
+    softcap, which SDPA lacks, plain products compute it. Under torch.compile SDPA also computes calls with padding,
+    windows, caches or position ids that restart; with `cu_seq_lens_q` any packing is one graph of dilabench.
+
+    Raises ImportError without transformers (extra `transformers`), ValueError for a name that transformers itself
+    uses, such as 'sdpa', for a pattern of another type than `dilabench.patterns` has, and for a pattern that needs
+    indices or gates from the caller.
     """
     try:
         from dilabench.compat.transformers.interface import add

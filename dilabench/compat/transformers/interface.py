@@ -220,7 +220,7 @@ def _of_documents(
 
 
 def _of_spans(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], options: dict[str, Any]) -> Tensor:
-    """out [B, M, H, D] of rows whose keys are those of a span; queries that are padding, too, get 0.
+    """out [B, M, H, D] of rows that see the keys of a span; queries that are padding get 0.
 
     Neighbours of equal spans are one call over views of their keys.
     """

@@ -12,7 +12,7 @@ from dilabench.patterns.pattern import Pattern
 def selection_of(
     module: torch.nn.Module, query: Tensor, key: Tensor, indices: Tensor | None, block_indices: Tensor | None
 ) -> tuple[Tensor, int] | None:
-    """What each query selects, [B, M, K or H, S], and the keys of a block; None if it selects nothing."""
+    """The selected blocks of each query, [B, M, K or H, S], and the keys in a block; None without a selection."""
     if indices is not None:
         # A static cache has keys that are not there yet.
         there = torch.where(indices < key.shape[2], indices, -1)

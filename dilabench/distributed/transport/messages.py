@@ -62,7 +62,9 @@ class Message(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], number: int = 0, most_rows: float = inf) -> Message:
-        """Whole tensors, which are numbered from `number` on. most_rows: those of more are as ones of other strides."""
+        """Whole tensors, which are numbered from `number` on. most_rows: tensors of
+        more rows are treated as if their strides were irregular.
+        """
         parts, start = [], 0
         for at, x in enumerate(tensors, number):
             width, pitch, rows = _rows(x)
@@ -123,7 +125,7 @@ def send(
     """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
     base = memory.data_ptr()
     if message.nbytes > messages.longest_chunk and not all(part.rows for part in message.parts):
-        # What a kernel writes is made contiguous first: chunks end anywhere in it.
+        # Outputs of a kernel are made contiguous first: chunks end anywhere in them.
         tensors = [tensors[part.tensor].contiguous() for part in message.parts]
         message = Message.of(tensors)
 

@@ -1,4 +1,4 @@
-"""The bytes of timed calls over ranks against those of the call whose bytes are recorded."""
+"""Compare the bytes of timed calls over ranks with the bytes of the recorded call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

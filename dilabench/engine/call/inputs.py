@@ -80,7 +80,7 @@ class ChangeLog:
         x, begin = tensor.detach()[batch, rows, head].clone(), row or 0
         seeds = [(number < count, seed) for number, at, seed in self._drawn if at == index]
         if seeds:
-            # Of the last time before the call, unless there was none since.
+            # If it was drawn again since then: the seed of the last draw before.
             if not seeds[-1][0]:
                 before = [seed for is_before, seed in seeds if is_before]
                 drawn_head(x, tensor, before[-1], batch, head, begin)

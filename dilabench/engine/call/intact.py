@@ -69,14 +69,14 @@ _SIGNALS = [name for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIG
 _HOOKS: dict[str, Any] = {}
 
 
-# Of dilabench, as the process that calls knew them before any plug-in.
+# Functions of dilabench, as the calling process knew them before any plug-in.
 _OWN: list[Known] = []
 
 
 @contextmanager
 def watched(functions: Sequence[Known] = ()) -> Iterator[None]:
     """In it, compare these functions too, and profile and trace functions, callbacks of collections and signal handlers
-    with those of now: those of the process that calls, a debugger's among them, are its own matter.
+    with the present ones: the calling process may have its own, a debugger's for example.
     """
     _HOOKS.update({name: get() for name, get, _ in _hooks()})
     _OWN[:] = functions

@@ -108,7 +108,7 @@ class PreparedCall:
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
-        # Trainable ones of a module, asked for once, and not of its own method, which could name others when timed.
+        # A module's trainable parameters, read once: its own method could name others when it is timed.
         parameters = torch.nn.Module.parameters(self.module) if self.module is not None else ()
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         # A copy of the module as it was at its verification: what it keeps in later calls does not change this one.

@@ -1,4 +1,4 @@
-"""What a worker needs to know of a case and of a timer: plain data. No torch."""
+"""The facts of a case and of a timer that a worker needs: plain data. No torch."""
 
 from dilabench.patterns.registry import find_kinds_with
 from dilabench.record import Case

@@ -53,7 +53,7 @@ class Call(Protocol):
         ...
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
-        """A call whose results stay in the object beside it, to be captured in a graph."""
+        """A call to capture in a graph, and the object in which its results stay."""
         ...
 
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:

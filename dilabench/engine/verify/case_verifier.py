@@ -40,8 +40,8 @@ class _Known:
         return sum(tensor.nbytes for tensor in self.oracle.inputs)
 
     def turn_to(self, workload: Workload) -> None:
-        """Serve the same workload in its mode: inputs and right results are those of every mode, results of others'
-        code may lack the gradients.
+        """Serve the same workload in its mode: inputs and right results are the same in every mode; results of
+        other code may lack the gradients.
         """
         if self.oracle.workload != workload:
             self.oracle.workload, self.oracle.around, self.second = workload, None, None

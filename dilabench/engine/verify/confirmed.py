@@ -1,21 +1,21 @@
 """Every row of a result against a second implementation, if the oracle can afford only a sample of rows.
 
-The second one is a built-in that computes the same by other means. It is used only after the oracle has confirmed its
-sampled rows of out, dq, dk and dv in this process. Both round differently, so rows are compared as a whole:
+The second implementation is a built-in that computes the same function by other code. It is used only after the oracle
+has confirmed its sampled rows of out, dq, dk and dv in this process. Rounding differs, so whole rows are compared:
 
     |actual row - second row| / max(|second row|, median of the head's rows that are not 0, 1/64 of that of all heads)
         <= 4 · (plain + second) + 2 eps
 
-plain and second are the largest such errors, against the oracle on the sampled rows, of the plain same-dtype
-computation and of the second implementation. The factor is four: a right result may have twice the error of the plain
-computation (tolerance.py). The largest error of all rows exceeds that of the sampled rows (5 standard deviations for
+plain and second are the largest such errors against the oracle on the sampled rows: of the plain same-dtype computation
+and of the second implementation. The factor is four: a right result may have twice the error of the plain computation
+(tolerance.py). The largest error of all rows exceeds that of the sampled rows (5 standard deviations for
 10^6 rows, 3 for 500). In float32 one future token among 10^5 keys is far outside; in half precision a key with a weight
 of a few percent of its row's size is.
 
-A row of many values is about as long as its natural size (rounding.py). One of few values is not: with D = 1 it cancels
-below a tenth of that size once in twelve rows, and sizes differ by a factor of 100 between the rows of a head, as
-weights are exp(q k). Rows beyond the limit are therefore computed by the oracle, and compared as the sampled rows are:
-in units of their natural sizes, within the tolerance of those rows.
+A row of many values is about as long as its natural size (rounding.py). A row of few values may be much shorter: with
+D = 1, one row in twelve is below a tenth of it, and sizes differ by a factor of 100 between the rows of a head, as
+weights are exp(q k). The oracle therefore computes the rows beyond the limit, and they are compared as sampled rows
+are: in units of their natural sizes, within the tolerance of the sampled rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A module's attention core: what verification puts in its place, and the shell around it.
+"""A module's attention core: its replacement in verification, and the shell around it.
 
-What the oracle expects of one module holds for another if both compute the same but for their attention.
+The oracle's results for a module hold for every module that differs in its attention only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _USUAL: dict[str, Any] = vars(nn.Module())
 
 
 class ReplacedCore(nn.Module):
-    """What verification puts in place of a module's attention core: always of this class, whatever it `answers`.
+    """The replacement of a module's attention core in verification: always of this class, whatever it `answers`.
 
-    A forward that could tell the cores apart could be projections around one of them only.
+    A forward that could distinguish the cores could be projections around only one of them.
     """
 
     def __init__(self, answers: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:

@@ -2,8 +2,8 @@
 
 Two of two layers over a few documents, or one sequence, with the implementation built for them:
 
-1. Results and all gradients against eager attention in float64. What is right is as far off as SDPA in the workload's
-   dtype is: each error may be twice that of SDPA, and the worst row three times.
+1. Results and all gradients against eager attention in float64. The limit is the error of SDPA in the
+   workload's dtype: each error may be twice SDPA's, the worst row's three times.
 2. One layer: other numbers in one token change those rows, and no others, that they change with eager attention. It
    finds a key too many or too few, whatever its weight.
 
@@ -40,8 +40,8 @@ LAYERS = 2
 DOCUMENTS, TOKENS = (61, 1, 96, 34), 192
 # Times as long for patterns that are not dense, whose structures are longer.
 OF_PATTERN = 8
-# Errors that are allowed in those of SDPA, and in ulp beside them; the share of the largest gradient's norm below which
-# one may be rounding.
+# The allowed errors, as multiples of SDPA's and in ulp; the share of the largest gradient's norm below which one
+# may be rounding.
 MEAN_FACTOR, WORST_FACTOR, ULPS, LEAST_OF_GRADIENTS = 2.0, 3.0, 4.0, 1e-2
 # The change of a row, in ulp of its size, that rounding may hide.
 HIDDEN_ULPS = 16.0
@@ -49,7 +49,7 @@ HIDDEN_ULPS = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Right results of a workload, and how far off those of its plain form are: out's mean and worst row, gradients."""
+    """Right results of a workload, and the errors of its plain form: out's mean and worst row, gradients."""
 
     out: Tensor
     gradients: tuple[Tensor | None, ...]

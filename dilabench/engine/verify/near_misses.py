@@ -259,7 +259,7 @@ def _wrong_outs(workload: Workload) -> Iterator[tuple[str, Wrong]]:
 
 
 def _capped(part: _Part) -> tuple[Tensor, ...]:
-    """Of dense attention: tanh of the capped scores [b, H, R, N], which keys rows see, and q, k, v of each head in
+    """For dense attention: tanh of the capped scores [b, H, R, N], which keys rows see, and q, k, v of each head in
     float64.
     """
     workload = part.workload

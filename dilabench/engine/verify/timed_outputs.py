@@ -97,8 +97,8 @@ class TimedOutputs:
 
 
 def _gradients_check(call: PreparedCall, last: KeptCall, kept: Sequence[KeptCall]) -> Check:
-    """A module's gradients of input and parameters in the last call against those of its copy from verification, and
-    whether those of other kept calls, whose inputs and dout differ, are there and not 0.
+    """Compare a module's gradients of input and parameters in the last call with its copy from verification. The
+    gradients of other kept calls, whose inputs and dout differ, must be there and not 0.
     """
     # A call that was built again has no copy.
     module = call.reference or getattr(call.module, "module", call.module)

@@ -79,7 +79,7 @@ from dilabench.record import Check, CheckName, Note, Slot, Verification
 CHECKED_CALLS = 2
 # Share of the time for which a command's answer is waited for after which a rank stops waiting for a message.
 SHARE_OF_TIMEOUT = 0.7
-# What samples, messages and their counts depend on, before any plug-in is imported.
+# Functions that samples, messages and their counts depend on, before any plug-in is imported.
 WATCHED = functions_of(
     *(World, Work, Traffic, MessageCounts, HeldTimer),
     *(wall, wall.Wall, cuda_events, cuda_events.ColdStage, clocks),

@@ -46,7 +46,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class RankFacts(Model):
-    """What rank 0 needs to know of a rank: its machine, its GPU (None: there is none), the versions that must agree."""
+    """The facts of a rank that rank 0 needs: its machine, its GPU or None, the versions that must agree."""
 
     host: str
     machine: str
@@ -299,7 +299,7 @@ class Nodes:
         return f"{self._rank.store_address}/world/{next(self._names)}"
 
     def close_store(self, store: str) -> None:
-        """Nothing: names are not used again."""
+        """Does nothing: names are not used again."""
 
     def start(self, settings: WorkerSettings) -> RankProcess:
         """Start the worker process of a rank on that rank's machine. Raises WorkerFailure for a lost rank."""

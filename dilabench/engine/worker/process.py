@@ -138,7 +138,7 @@ def end_server() -> None:
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
-            # Until then it would be asked for the next worker. That it has ended is left for `forkserver` to see.
+            # Until then the next worker would be requested from it. `forkserver` itself notices that it has ended.
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 

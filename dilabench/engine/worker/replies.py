@@ -1,4 +1,4 @@
-"""What a worker answers, and how the answers of several ranks become one: times and memory the largest over ranks,
+"""The answers of a worker, and how the answers of several ranks become one: times and memory the largest over ranks,
 verification the first that failed, other fields rank 0's. No torch.
 """
 

@@ -1,4 +1,4 @@
-"""`ring-allgather`, `fused-allgather`: one exchange of all that ranks need of each other, beside the local branches.
+"""`ring-allgather`, `fused-allgather`: one exchange of all keys that ranks need, during the local branches.
 
 LongNet's own distributed algorithm. Each rank's K and V on the rows and heads that another rank sees, all branches
 together and each vector once, go out in one collective; hidden rows (causal mask, window) are not sent. The received

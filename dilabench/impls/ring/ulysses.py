@@ -64,7 +64,7 @@ class Ulysses:
     def forward_with_sink(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The same with a sink [H], of which this rank adds those of its heads."""
+        """The same with a sink [H]; this rank adds the sinks of its heads."""
         whole_q, whole_k, whole_v = self._to_heads((q, k, v), (self.queries, self.keys, self.keys))
         whole_out, whole_lse, *_ = self.attention.forward(whole_q, whole_k, whole_v)
         if sink is not None:

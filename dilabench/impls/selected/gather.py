@@ -1,6 +1,6 @@
 """`selected-gather`: attention over selected blocks with keys and values copied by index, for some rows at a time.
 
-The plain method in torch, for any device and dtype. What a row does not see does not change it, whatever it holds.
+The plain method in torch, for any device and dtype. Keys that a row does not see never change it, whatever they hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dilabench.impls.selected.selection import SelectedAttention, Selection, che
 from dilabench.impls.selected.stand_ins import selection_of
 from dilabench.workload.spec import Workload
 
-# Numbers of gathered keys that are held at once: 64 MiB in float32.
+# The most numbers of gathered keys in memory at a time: 64 MiB in float32.
 GATHERED_AT_ONCE = 2**24
 
 

@@ -1,7 +1,7 @@
 """`selected-blocks`: attention over key blocks that are selected per token. Two more plan, or select, in every call.
 
-The differences between the three are what planning and selecting take. What selects reads the stand-ins of the
-pattern's selector (`patterns.token_selectors`), so that the oracle knows which blocks are right.
+The differences between the three are the times of planning and of selecting. The selecting one reads the stand-ins of
+the pattern's selector (`patterns.token_selectors`), so that the oracle knows which blocks are right.
 """
 
 from __future__ import annotations

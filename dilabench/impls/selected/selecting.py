@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dilabench.patterns.answers import Compression
 
-# Scores that are held at once: 256 MiB in float32.
+# The most scores in memory at a time: 256 MiB in float32.
 SCORES_AT_ONCE = 2**26
 
 

@@ -1,8 +1,8 @@
 """A union by rectangles, for CPUs: each pair that nested branches share once, and little above the diagonal.
 
-torch's threads synchronise at the end of every operation. Many small operations lose much time there, and nearly all of
-it if another program uses one of the cores. So heads are distributed over threads, each of which runs the calls of its
-own heads.
+torch's threads synchronise at the end of every operation. Many small operations lose much time there, and nearly all
+their time if another program uses one of the cores. Heads are therefore distributed over threads; each thread runs the
+calls of its heads.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class OwnMeans:
     """The centre of a row's score gradients with detached merge weights: dout . own out [B, N, H, 1] of every part of
     the pattern, merged from the calls that give its pairs.
 
-    The share of a part in the gradient of a score is exp(s - lse) (dp - mean), where lse is the merged one and mean is
-    that of this part alone (semantics.md §2). Where m parts give the same pair, their shares add up to
+    The share of a part in the gradient of a score is exp(s - lse) (dp - mean), with the merged lse and the mean of this
+    part alone (semantics.md §2). If m parts give the same pair, their shares add up to
     m exp(s - lse) (dp - the mean of their means): one call computes it for all of them.
 
-    zero_keys: [parts, H, N] as `null_mass.log_zero_keys` gives them apart, or None.
+    zero_keys: [parts, H, N] as `null_mass.log_zero_keys` gives them for each part, or None.
     """
 
     def __init__(self, dout: Tensor, lse: Tensor, parts: int, zero_keys: Tensor | None) -> None:

@@ -160,7 +160,7 @@ def _rectangles_of(
 ) -> Iterator[Rectangle]:
     """The rectangles of a block of the last of these branches, for the heads of these links.
 
-    A link has the next one of its chain beside it, if any; the branches before it hold the pairs of those blocks that
+    A link comes with the next one of its chain, if any; the branches before it hold the pairs of those blocks that
     lie in one of their segments, too.
     """
     branch = nested[-1]

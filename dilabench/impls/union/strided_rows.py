@@ -245,7 +245,7 @@ def _rows_of_segments(workload: Workload, branch: Branch, segments: Segments, co
             else:
                 ahead = first - before * branch.rate
                 rows = OblongRows(**shared, ahead=ahead, key_length=length, key_rate=branch.rate)
-            # Of keys, batch items do not follow each other as those of fewer queries do.
+            # Batch items of keys do not follow each other as batch items of fewer queries do.
             apart = 0 if first else workload.seq_len
             yield from [rows] if rows.query_rows <= copied else regular_batches(rows, apart)
 

@@ -145,7 +145,7 @@ _Place = tuple[Any, ...]
 
 
 def _alone(rows: Tensor, mask: Tensor) -> Iterator[tuple[_Place, _Place]]:
-    """The place of each such row in [B, H, L, D], and those of the keys that it sees, as batches of one head."""
+    """The place of each such row in [B, H, L, D], and the places of the keys that it sees, as batches of one head."""
     for batch, head, row, _ in rows.nonzero().tolist():
         seen = (mask[row] == 0).nonzero()[:, 0]
         if len(seen):

@@ -130,7 +130,7 @@ def _launch(
     n_items, n_tiles, lists = key_lists(tensors, group, config, causal, "items")
     shared = tile_arguments(tensors, group.modulus, first_kv_head, config)
     n_blocks = q.shape[0] * shared["some_kv_heads"] * group.n_supers
-    # Of the heads whose sums there are.
+    # Bytes of the keys and values of the heads that have sums.
     keys_and_values = 2 * keys[:, :, : shared["some_kv_heads"]].numel() * keys.element_size() * group.covered_keys
 
     # Lists of documents leave it too few registers.

@@ -131,7 +131,7 @@ def lists_kernel(
     for first in range(0, n_items, BLOCK):
         place = first + tl.arange(0, BLOCK)
         visit, inside = at + place * VISIT, place < n_items
-        # Nothing is visited by an item that there is none of.
+        # An item that does not exist visits nothing.
         tl.store(visit, place * 0 + tl.where(pads, 0, begin + whole * most), inside)
         tl.store(visit + 1, place * 0 + rest, inside)
         tl.store(visit + 2, place * 0 + tl.where(pads, 0, stats_before + whole * stats_of_whole), inside)

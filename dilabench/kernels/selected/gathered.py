@@ -3,9 +3,9 @@
 """The gathered form: tiles of queries that selected one block, whose partial results are then merged token by token.
 
 A share of a block's list is a program's work. Rows of a tile are (list entry, query head of the group), in this order.
-A block that fits one tile of keys stays while tiles of queries pass by; for a longer one each tile of queries walks
-over its keys. A partial result belongs to a token and the place of the block among those that it selected, so that no
-two programs write the same memory and the merge adds in a fixed order.
+A block that fits one tile of keys stays in memory for all tiles of queries; for a longer block each tile of queries
+walks over its keys. Each selected block of a token has its own partial result, so no two programs write the same memory
+and the merge adds in a fixed order.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class KeyLists(NamedTuple):
 
 class KeptLists(dict[Hashable, Any]):
     """Lists of one selection by name, which passes make when they first need them, for as long as its indices do not
-    change. Of passes on one stream: nothing orders the work of two.
+    change. All passes must be on one stream: nothing orders the work of two.
     """
 
     def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:

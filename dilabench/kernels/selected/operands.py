@@ -72,8 +72,7 @@ def launch(
 ) -> None:
     """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None without an x.
 
-    It gets those of the ``arguments`` that it takes, which a repeated launch does not ask for, and the warps and stages
-    of ``tiles``.
+    It gets the ``arguments`` that it takes, and the warps and stages of ``tiles``; a repeated launch requests neither.
     """
 
     def prepare() -> list[Launch]:

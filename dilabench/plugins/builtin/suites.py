@@ -129,7 +129,7 @@ SUITES: tuple[Suite, ...] = (
         "how much faster a whole step of a model is, trained or prefilled, and how much of it is attention",
         "dilabench.suites.model:expand",
         analysis="dilabench.suites.model:analyse",
-        # What a user waits for: a step launches hundreds of kernels.
+        # A user waits for the wall time: a step launches hundreds of kernels.
         timing="wall",
         budget_s=600.0,
         options=ModelOptions,

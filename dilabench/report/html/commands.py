@@ -48,7 +48,7 @@ def _workload(asked: WorkloadRequest, row: Row) -> Iterator[str]:
     """The requested settings that differ from the default; batch, dtype and length as resolved."""
     effective = row.case.workload
     exact = {"batch_size": effective.batch_size, "seq_len": effective.seq_len, "dtype": effective.dtype}
-    # Those that are None are in no request.
+    # A request has no fields that are None.
     added = {name: getattr(effective, name) for name in ("query_len", "value_dim", "softcap")}
     exact |= {name: value for name, value in added.items() if value is not None}
     # A request may carry fields of other patterns, too, for the suites that want them.

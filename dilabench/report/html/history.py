@@ -86,7 +86,7 @@ def to_text(trends: Sequence[Trend], heading: str) -> str:
 
 
 def _verdict(trends: Sequence[Trend]) -> str:
-    """What is said if there is no step: 'No step in 2 cases', '3 runs: too few for steps'."""
+    """The sentence if there is no step: 'No step in 2 cases', '3 runs: too few for steps'."""
     enough = sum(trend.is_long_enough for trend in trends)
     most = max((len(trend.lines) for trend in trends), default=0)
     if not enough:

@@ -236,7 +236,7 @@ SPREAD_TEXTS = {
 
 
 def evidence(numbers: Sequence[Numbers]) -> str:
-    """What verdicts rest on: 'one session each, assumed to spread by 2 %'; what is the same is said once."""
+    """The evidence of verdicts: 'one session each, assumed to spread by 2 %'; equal parts are said once."""
     spreads: dict[str, list[float]] = {}
     for number in numbers:
         if number.spread is None:
@@ -256,7 +256,7 @@ def _range(values: Sequence[float]) -> list[str]:
 
 
 def _hint(cause: Cause, numbers: Numbers) -> str:
-    """What would decide; empty if it is decided."""
+    """The measurement that would decide; empty if it is decided."""
     if cause is Cause.TOO_FEW_ROUNDS:
         return f"measure {counted(MIN_ROUNDS - numbers.rounds, 'more round')}"
     if cause is not Cause.IMPRECISE:

@@ -161,7 +161,7 @@ def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confi
     by_session = len(ends) + 1 >= SESSIONS_FOR_SPREAD
     counts = np.add.reduceat(slot_sizes, [0, *ends]) if by_session else slot_sizes
     sizes = counts.astype(np.float64)
-    # Those equal to it count half.
+    # Medians equal to the value count half.
     below = 0.5 + 0.5 * np.sign(np.array(medians)[:, None] - values)
     shares = np.add.reduceat(below, np.cumsum(counts) - counts, axis=1) / sizes
     units = np.full(len(shares), float(len(sizes))) if by_session else effective_sizes(shares)

@@ -37,7 +37,7 @@ LARGE_SCORES = 30.0
 
 @dataclass(frozen=True)
 class SecondCall:
-    """What is expected of the calls with other inputs.
+    """The expected results of the calls with other inputs.
 
     rows: indices of the rows that are compared, spread over the sampled ones. expected: out of each call on them,
     [b, R', H, D]. ones_error: the largest error of the plain computation on them if v is 1.
@@ -205,7 +205,7 @@ class Oracle:
 
     @cached_property
     def second(self) -> SecondCall:
-        """What is expected of each call with `second_inputs`."""
+        """The expected results of each call with `second_inputs`."""
         rows = self.sample.rows
         rows = rows[torch.linspace(0, len(rows) - 1, min(SECOND_CALL_ROWS, len(rows))).long()]
         results, dtype = [], plain_dtype(self.dtype)

@@ -1,4 +1,4 @@
-"""Values that make one call show, for many keys at once, which rows see them.
+"""Values with which one call shows, for many keys, which rows see them.
 
 out is linear in v, channel by channel. Channel 0 is 1 at every key: its out must be 1 on covered rows and 0 elsewhere.
 Every other channel is zero except at one key: its out is this key's attention weight, which must differ from 0 exactly
@@ -42,8 +42,8 @@ class Planes:
 
 
 def make_planes(workload: Workload, seed: int) -> Planes:
-    """The first and last key, both sides of some segment edges, and random ones; as many as there are channels. Of
-    queries that are fewer than the keys, also keys that one of them sees.
+    """The first and last key, both sides of some segment edges, and random ones; as many as there are channels. If
+    the queries are fewer than the keys, also keys that one of them sees.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     length = workload.seq_len

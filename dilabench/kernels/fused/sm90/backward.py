@@ -546,9 +546,10 @@ def _backward_kernel(
 
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
-    """The arguments of a launch for tensors, by their names: q, k, v and dout as `residue_view` or `residue_box` shows
-    them, with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads add
-    their shares of dq / scale, beginning with the heads of ``first_kv_head``.
+    """The arguments of a launch for tensors, by their names.
+
+    q, k, v and dout as `residue_view` or `residue_box` shows them, with the places of tiles in them; stats, dk, dv. To
+    sums [B, N', H', D] H' heads add their shares of dq / scale, beginning with the heads of ``first_kv_head``.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The fused forward for Hopper, written in Gluon: one producer warp copies, two consumer warpgroups compute.
 
-Persistent programs stay on their multiprocessor and walk over many query tiles, so that the copies of the next tile run
-while the last products and the store of the present one finish. A consumer owns half of the query rows; it issues the
-next q.k product and the present p.v product together and does the softmax of the former while the latter runs.
+Persistent programs stay on their multiprocessor and walk over many query tiles: the copies of the next tile run during
+the last products and the store of the present one. A consumer owns half of the query rows. It issues the next q.k
+product and the present p.v product together, and computes the softmax of the first while the second runs.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _consume_halves(begin, n, state, given, form: gl.constexpr, S_LAYOUT: gl.con
 
 @gluon.jit
 def _sums_in(sums, LAYOUT: gl.constexpr):
-    """`weigh`'s sums as they lie beside logits of a layout."""
+    """`weigh`'s sums in the layout of the rows of logits."""
     STAT_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     top, total, largest = sums
     top, total = gl.convert_layout(top, STAT_LAYOUT), gl.convert_layout(total, STAT_LAYOUT)

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The softmax of the Hopper kernels in the forward pass: one online step, and the end.
 
-``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED,
-WINDOWED, RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are
-there), COMPACT (only rows that are covered are stored), DIM and TAIL (the last columns, tiles of their own).
+``form`` holds the compile-time constants: ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED, WINDOWED,
+RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the stored results), COMPACT (only
+covered rows are stored), DIM and TAIL (the last columns, in separate tiles).
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
         first_stored, stored = stored_rows(super_index, sizes, R)
         first, step = (first_stored + first_row).to(gl.int64), 1
     lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * stored + first + lse_rows * step
-    # Until here programs of a launch that follows another ran beside the last ones of that, which may have written what
-    # they merge with; and waiting for this launch waits for both.
+    # Until here programs of this launch may run together with the last programs of the launch before, which may write
+    # the results that these merge with. Waiting for this launch waits for both.
     gdc_wait()
     if MERGE:
         old_lse = gl.load(lse_at, lse_rows < end, float("-inf"))
