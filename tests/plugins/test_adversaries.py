@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from dilabench.runs.execution import Reports
 from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import Planner, cases_of, expand, more_cases_of
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow_but_every
 
 CPU = Machine(device="cpu", no_cuda="test")
 HOOKS = "dilabench_register_"
@@ -745,8 +747,12 @@ note("the rest")
 """
 
 
-@pytest.mark.parametrize("spoil", ["{}.close()", "{}.buffer.close()", "{}.detach()", "{} = None", "{} = object()"])
-@pytest.mark.parametrize("stream", ["sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"])
+SPOILS = ("{}.close()", "{}.buffer.close()", "{}.detach()", "{} = None", "{} = object()")
+STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
+
+
+# Each has a process; every third has all ways and all streams.
+@pytest.mark.parametrize(("spoil", "stream"), slow_but_every(3, [*product(SPOILS, STREAMS)]))
 def test_what_a_plugin_does_to_streams_costs_no_output(spoil: str, stream: str) -> None:
     code = SPOILT_STREAMS.format(spoil.format(stream))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
