@@ -1,4 +1,4 @@
-"""Calls of `attention` with the options of models, each a function of a dtype and a device that gives relative errors."""
+"""Calls of `attention` with options of models, each a function of a dtype and a device that gives relative errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _capped(softcap: float = 1.5, changes: Any = None, packed: bool = False, **f
     options |= {"pattern": DilatedPattern(**fields), "softcap": softcap}
     case = Case(attention, {"causal": True, **options}, () if "merge_grad" in fields else ("sink",), packed)
     return _of(case, changes, lambda given: by_counts(**given, **case.options))
-
 
 
 def _padded(name: str, first: int, last: int, **options: Any) -> Errors:
