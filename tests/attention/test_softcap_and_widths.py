@@ -1,5 +1,6 @@
 """Softcaps of scores, and values of another width than keys, in dense attention over every backend that has them."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dilabench.attention import attention, dilated_attention
 from dilabench.attention.operands import workload_of
+from dilabench.backends import flex as flex_backend
 from dilabench.choice.descriptors import unmet
 from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext
@@ -232,6 +234,31 @@ def test_patterns_refuse_values_of_another_width() -> None:
         dilated_attention(q, k, v, segment_lengths=(8,), dilation_rates=(1,))
     with pytest.raises(ValueError, match="equal but for its last dim"):
         attention(q, k, v[:, 1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "softcap"), [("one width", 1.5), ("wider values", None)])
+@pytest.mark.parametrize("options", [MASKS[0], MASKS[2]], ids=str)
+def test_the_backend_flex_by_torchs_plain_form_of_it(
+    monkeypatch: pytest.MonkeyPatch, shape: str, softcap: float | None, options: dict[str, Any]
+) -> None:
+    """torch has no backward pass of it for a CPU, but for the check of the device."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    flex_backend._compiled.cache_clear()
+    q, k, v = (x.detach() for x in _inputs(shape, torch.float32))
+    rows, cap = min(q.shape[1], k.shape[1]), softcap or 0.0
+    mask: dict[str, Any] = {"causal": False, **options, "scale": 0.3, "softcap": cap}
+    wide = [x[:, :rows].double().requires_grad_() for x in (q, k, v)]
+    expected = _by_formula(*wide, softcap, **options, scale=0.3)
+    dout = torch.randn_like(expected[0])
+    right = *expected, *torch.autograd.grad(expected[0], wide, dout)
+    narrow = [x[:, :rows] for x in (q, k, v)]
+    out, lse = flex_backend.attend(*narrow, **mask)
+    found = out, lse, *flex_backend.attend_backward(dout.float(), *narrow, out, lse, **mask)
+    for result, value in zip(found, right, strict=True):
+        assert (result.double() - value).norm() <= BOUNDS[torch.float32] * value.norm()
+    flex_backend._compiled.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
