@@ -14,7 +14,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.operator_rules import last_dim_contiguous
-from dilabench.kernels.split_keys import Bounds, KeyBranches, attend_few_rows
+from dilabench.kernels.key_segments import KeyBranches
+from dilabench.kernels.split_keys import Bounds, attend_few_rows
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.workload.spec import Window, Workload
 

@@ -25,7 +25,7 @@ from dilabench.choice.rules import Choice
 from dilabench.contracts import BuildContext
 from dilabench.impls.split_keys import SplitKeys, build
 from dilabench.kernels import split_keys
-from dilabench.kernels.split_keys import Split, SplitTile
+from dilabench.kernels.key_segments import Split, SplitTile
 from dilabench.patterns import DilatedPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape

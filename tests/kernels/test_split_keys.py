@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed: its interpreter r
 
 from triton.compiler import ASTSource
 
-from dilabench.kernels.split_keys import KeyBranches, _split_kernel, split_for, tile_for
+from dilabench.kernels.key_segments import KeyBranches, split_for, tile_for
+from dilabench.kernels.split_keys import _split_kernel
 from dilabench.patterns.answers import StridedSegments
 from tests.conftest import slow
 from tests.kernels.test_sm90_compile import assembled
