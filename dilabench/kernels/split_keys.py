@@ -31,15 +31,19 @@ _NUMBERS = (
     *("n_splits", "n_items", "left", "right"),
 )
 # They lie anywhere in a caller's memory.
-_ANYWHERE = ("lengths_ptr", "bounds_ptr", "key_bounds_ptr", "lse_ptr")
+_ANYWHERE = ("lengths_ptr", "spans_ptr", "bounds_ptr", "key_bounds_ptr", "lse_ptr")
 
 
 @triton.jit
-def _sequence(sequence, lengths_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys):
+def _sequence(sequence, lengths_ptr, spans_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys):
     # The first query and key of a sequence in its item of the batch, and how many of both there are.
     first_query, first_key, rows, length = sequence * 0, sequence * 0, n_queries, n_keys
     if lengths_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + sequence), 0), n_keys).to(tl.int32)
+    if spans_ptr is not None:
+        first_key = tl.minimum(tl.maximum(tl.load(spans_ptr + 2 * sequence), 0), n_keys).to(tl.int32)
+        end = tl.minimum(tl.load(spans_ptr + 2 * sequence + 1), n_keys).to(tl.int32)
+        length = tl.maximum(end - first_key, 0)
     if bounds_ptr is not None:
         first_query = tl.load(bounds_ptr + sequence).to(tl.int32)
         rows = tl.load(bounds_ptr + sequence + 1).to(tl.int32) - first_query
@@ -63,6 +67,7 @@ def _split_kernel(
     lse_ptr,
     branches_ptr,
     lengths_ptr,
+    spans_ptr,
     bounds_ptr,
     key_bounds_ptr,
     q_b,
@@ -112,7 +117,7 @@ def _split_kernel(
     branch = rest % n_branches
     sequence = rest // n_branches
     first_query, first_key, rows, length = _sequence(
-        sequence, lengths_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys
+        sequence, lengths_ptr, spans_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys
     )
     segment_length = tl.load(branches_ptr + branch * (2 + n_heads))
     rate = tl.load(branches_ptr + branch * (2 + n_heads) + 1)
@@ -214,6 +219,7 @@ def _merge_kernel(
     parts_ptr,
     branches_ptr,
     lengths_ptr,
+    spans_ptr,
     bounds_ptr,
     key_bounds_ptr,
     out_b,
@@ -241,12 +247,12 @@ def _merge_kernel(
     inside = columns < DIM
     if bounds_ptr is None:
         batch = sequence.to(tl.int64)
-        first_query, _, rows, length = _sequence(sequence, lengths_ptr, None, None, n_queries, n_keys)
+        first_query, _, rows, length = _sequence(sequence, lengths_ptr, spans_ptr, None, None, n_queries, n_keys)
     else:
         batch = sequence.to(tl.int64) * 0
         # Behind the last sequence there may be rows of none, which see nothing.
         in_one = tl.minimum(sequence, n_sequences - 1)
-        first_query, _, rows, length = _sequence(in_one, None, bounds_ptr, key_bounds_ptr, n_queries, n_keys)
+        first_query, _, rows, length = _sequence(in_one, None, None, bounds_ptr, key_bounds_ptr, n_queries, n_keys)
         if sequence == n_sequences:
             first_query += rows
             rows = n_queries - first_query
@@ -324,11 +330,12 @@ def attend_few_rows(
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M] (float32) of q [B, M, H, D], the last rows of k, v [B, N, K, D].
 
-    lengths: int [B], how many keys of an item are there. bounds: of packed sequences, B is 1. window: keys behind and
-    ahead that a query sees, -1 for all; (-1, 0) is causal. split: instead of the default. The last dim of all is
-    contiguous. A row that sees no key is 0 and -inf. Numbers on the device are not checked; keys beyond N are not read.
+    lengths: int [B], how many keys of an item are there, or [B, 2], the first of them and their end. bounds: of packed
+    sequences, B is 1. window: keys behind and ahead that a query sees, -1 for all; (-1, 0) is causal. split: instead of
+    the default. The last dim of all is contiguous. A row that sees no key is 0 and -inf. Numbers on the device are not
+    checked; keys beyond N are not read.
     """
-    read = {} if lengths is None else {"lengths": lengths}
+    read = {} if lengths is None else {"lengths" if lengths.ndim == 1 else "spans": lengths}
     if bounds is not None:
         read = {"bounds": bounds.queries, "key_bounds": bounds.keys}
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % COPY_BYTES
@@ -382,7 +389,7 @@ def _plan(
     outs = len(branches.segments) * splits * B * M * H * D
     columns, unit, (left, right) = max(16, triton.next_power_of_2(D)), stride_unit(q, k, v), window
     common = {
-        **dict.fromkeys(("lengths_ptr", "bounds_ptr", "key_bounds_ptr")),
+        **dict.fromkeys(("lengths_ptr", "spans_ptr", "bounds_ptr", "key_bounds_ptr")),
         "branches_ptr": branches.table,
         "n_branches": len(branches.segments),
         "n_splits": splits,

@@ -30,7 +30,7 @@ def errors(
     return interpreted("kernels/interpreted_split_keys.py", [request.param, "2"])
 
 
-@pytest.mark.parametrize("held", ["batch", "lengths", "packed"])
+@pytest.mark.parametrize("held", ["batch", "lengths", "spans", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_the_formula(errors: dict[str, list[float]], kind: str, held: str) -> None:
     """The interpreter cuts bfloat16 off where a GPU rounds."""
@@ -88,6 +88,7 @@ def test_tiles_spill_nothing_and_copy_sixteen_bytes_at_a_time(dim: int, rows: in
         "COLUMNS": dim,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
+        "spans_ptr": None,
         "bounds_ptr": None,
         "key_bounds_ptr": None,
     }
