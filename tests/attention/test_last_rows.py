@@ -16,6 +16,7 @@ from dilabench.impls.last_rows import aligned
 from dilabench.patterns import DilatedPattern, TopKBlocksPattern
 from dilabench.workload.spec import Window
 from tests.attention.every_pattern import BLOCK, BOUNDS, CASES, Case, N
+from tests.conftest import slow
 
 BATCHES = {name: case for name, case in CASES.items() if not case.packed}
 PACKED = {name: case for name, case in CASES.items() if case.packed}
@@ -186,11 +187,18 @@ WITHOUT_BLOCKS = {name: case for name, case in BATCHES.items() if not {"indices"
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-@pytest.mark.parametrize(("lengths", "rows", "behind"), [((48, 20, 20), 1, 0), ((17, 33), 5, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lengths", "rows", "behind"),
+    [
+        (torch.tensor, (17, 33), 5, 6),
+        slow(list, (17, 33), 5, 6),
+        slow(torch.tensor, (48, 20, 20), 1, 0),
+        slow(list, (48, 20, 20), 1, 0),
+    ],
+)
 @pytest.mark.parametrize("case", WITHOUT_BLOCKS.values(), ids=WITHOUT_BLOCKS)
 def test_keys_with_padding_before_them(
-    case: Case, lengths: tuple[int, ...], rows: int, behind: int, kind: Callable[[Any], Any]
+    case: Case, kind: Callable[[Any], Any], lengths: tuple[int, ...], rows: int, behind: int
 ) -> None:
     """NaN before and behind the keys of an item changes no result and no gradient, and places count from the first."""
     tensors, items = caches(case, lengths, rows)

@@ -121,10 +121,11 @@ def of_models(names: Iterable[str], device: str) -> Iterator[Any]:
     """Each backend with shapes and masks: all, or for what compiles for seconds a few."""
     for name in names:
         backend = own_ways().backends.get(name)
-        marks = [pytest.mark.gpu] if device == "cuda" else [pytest.mark.slow] if name == "math" else []
         for shape in (*OF_MODELS, "one width"):
             if shape == "one width" and device == "cpu":
                 continue
+            relative = name == "math" or shape != "MLA"
+            marks = [pytest.mark.gpu] if device == "cuda" else [pytest.mark.slow] if relative else []
             masks = [*OPTIONS] if not backend.compiles else ["whole" if "absorbed" in shape else "causal window"]
             yield pytest.param(name, shape, masks, device, id=f"{name}-{shape}-{device}", marks=marks)
 
