@@ -29,6 +29,12 @@ def _rows(rows: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**tensors, "query": tensors["query"][:, -rows:].clone()}
 
 
+def _narrower(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of values, or of queries and keys, of half as many numbers."""
+    halved = ("value",) if name == "value" else ("query", "key")
+    return {key: x[..., : x.shape[-1] // 2].clone() if key in halved else x for key, x in tensors.items()}
+
+
 def _capped(softcap: float = 1.5, changes: Any = None, packed: bool = False, **fields: Any) -> Errors:
     """A dilated call with a softcap, which the formula computes: on a CPU there is no other way."""
     fields = BRANCHES | fields
@@ -85,6 +91,16 @@ CALLS |= {
     "capped detached": _capped(merge_grad="detached"),
     "capped detached packed": _capped(merge_grad="detached", packed=True),
     "capped unnested": _capped(segment_lengths=(15, 40), dilation_rates=(2, 3)),
+    **{
+        f"narrower {name}, {of}{' capped' if softcap else ''}": _of(
+            CASES[of], partial(_narrower, name), backend="math", softcap=softcap
+        )
+        for name, of, softcap in (
+            ("value", "dense packed", None),
+            ("key", "whole packed", 1.5),
+            ("value", "window packed", 1.5),
+        )
+    },
     "padded dense": _padded("dense", 13, 7, backend="math"),
     "padded whole": _padded("whole", 13, 7, backend="math"),
     "padded window": _padded("window", 13, 7, backend="math"),
