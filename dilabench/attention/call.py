@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
-from dilabench.attention.sequences import key_bounds, kinds_of, spans_of
+from dilabench.attention.sequences import KeyLengths, key_bounds, kinds_of, numbers_of, spans_of
 from dilabench.choice.computation import automatic, backend_of, check_backend, over, over_backends
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
@@ -53,7 +53,7 @@ def attend(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    key_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: KeyLengths | None = None,
     indices: Tensor | None = None,
     backend: str | Attend = AUTO,
     softcap: float | None = None,
@@ -82,7 +82,7 @@ def attend(
         bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k)
         query, key, value = query[None], key[None], value[None]
     if cu_seqlens_k is not None or key_lengths is not None:
-        ends, unread_ends = key_bounds(key, packed, cu_seqlens_k, key_lengths)
+        ends, unread_ends = key_bounds(key, packed, cu_seqlens_k, key_lengths, spans=indices is None)
     if sink is not None:
         operands.check_is_tensor(sink)
     given = pattern
@@ -158,8 +158,8 @@ class _Finder:
                 unread = None if indices is not None else _of_unread_keys(kinds, call, bounds, key_bounds)
                 if unread is not None:
                     return unread
-                name = "key_lengths" if bounds is None and not call.cu_seqlens else "cu_seqlens_k"
-                call = call._replace(key_bounds=operands.bounds(key_bounds, k.shape[1], name))
+                packed = bounds is not None or bool(call.cu_seqlens)
+                call = call._replace(key_bounds=numbers_of(key_bounds, k.shape[1] if packed else k.shape[0], packed))
             if bounds is not None and call.key_bounds:
                 call, bounds = _with_bounds(call, bounds, q.shape[1]), None
             if indices is not None:
@@ -215,7 +215,10 @@ def _made(kinds: Kinds, call: Call) -> Computation:
         alone, runs = call.of_one_sequence, [*spans_of(kinds, call)]
         if len(runs) > 1:
             bounds = torch.tensor(call.cu_seqlens, device=device) if call.cu_seqlens else None
-            together = _of_unread_keys(kinds, alone, bounds, torch.tensor(call.key_bounds, device=device))
+            of_keys = torch.tensor(call.key_bounds, device=device)
+            if bounds is None and len(of_keys) == 2 * shape[0]:
+                of_keys = of_keys.view(-1, 2)
+            together = _of_unread_keys(kinds, alone, bounds, of_keys)
             if together is not None:
                 return together
         return BySequence([Run(*spans, _of_shapes(kinds_of(kinds, *spans), alone)) for spans in runs])
@@ -297,12 +300,12 @@ def _of_unread_keys(kinds: Kinds, call: Call, bounds: Tensor | None, key_bounds:
     """
     query, _, device = kinds[0]
     stay = operands.may_stay(key_bounds) and key_bounds.device == device
-    if call.cu_seqlens or not stay or key_bounds.ndim != 1 or not key_bounds.shape[0]:
+    if call.cu_seqlens or not stay or key_bounds.shape[1:] not in ((), (2,)) or not key_bounds.shape[0]:
         return None
     if bounds is not None:
         # As if all were of one length.
         sequences = len(bounds) - 1
-        if sequences < 1 or len(key_bounds) != len(bounds) or not operands.may_stay(bounds):
+        if sequences < 1 or key_bounds.shape != bounds.shape or not operands.may_stay(bounds):
             return None
         alone = [(torch.Size((sequences, -(-x[1] // sequences), *x[2:])), *kind) for x, *kind in kinds]
         kinds, call = tuple(alone), call.of_one_sequence  # type: ignore[assignment]

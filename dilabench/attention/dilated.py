@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dilabench.attention import operands
 from dilabench.attention.cache import KeyValueCache
 from dilabench.attention.call import as_constant, attend
+from dilabench.attention.sequences import KeyLengths
 from dilabench.contracts import Attend
 from dilabench.impls.call import PatternFields, pattern_of
 from dilabench.impls.multihead import ProjectedAttention
@@ -61,7 +62,7 @@ def dilated_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    key_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: KeyLengths | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
@@ -77,7 +78,7 @@ def dilated_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    key_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: KeyLengths | None = None,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -101,7 +102,7 @@ def dilated_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    key_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: KeyLengths | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -208,7 +209,7 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         max_seqlen: int | None = None,
         cu_seqlens_k: Sequence[int] | Tensor | None = None,
-        key_lengths: Sequence[int] | Tensor | None = None,
+        key_lengths: KeyLengths | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """out [B, M, H, D] of query [B, M, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]

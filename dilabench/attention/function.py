@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.call import as_constant, attend
-from dilabench.attention.sequences import attend_there
+from dilabench.attention.sequences import KeyLengths, attend_there
 from dilabench.contracts import Attend
 from dilabench.impls.call import AnyPattern, pattern_of
 from dilabench.impls.operator_rules import outside_compilers
@@ -48,7 +48,7 @@ class AttentionOptions(CallOptions, total=False):
     cu_seqlens: Sequence[int] | Tensor | None
     max_seqlen: int | None
     cu_seqlens_k: Sequence[int] | Tensor | None
-    key_lengths: Sequence[int] | Tensor | None
+    key_lengths: KeyLengths | None
     key_padding: Tensor | None
     query_padding: Tensor | None
     backend: str | Attend
@@ -81,7 +81,7 @@ def attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
-    key_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: KeyLengths | None = None,
     key_padding: Tensor | None = None,
     query_padding: Tensor | None = None,
     indices: Tensor | None = None,
@@ -110,7 +110,8 @@ def attention(
     cu_seqlens_k: with cu_seqlens, the bounds of the keys [T_k, K, D] of as many sequences, whose queries are their last
         rows.
     key_lengths: [B], of a cache [B, N, K, D] how many keys each item has; its queries are the last rows of these.
-        Keys and values behind them are not read. Tensors on a GPU of these two are not read, and not checked, for few
+        [B, 2] with padding before them: the first that is there, from which patterns count, and the end. Keys and
+        values before and behind are not read. Tensors on a GPU of these two are not read, and not checked, for few
         queries of dense and dilated patterns without gradients; else they are read, which waits for the GPU.
     key_padding: bool [B, N], True for keys that are there. These are packed, as with cu_seqlens and at their cost: a
         pattern starts at the first key that is there. Windows and patterns take padding at the ends of an item, none

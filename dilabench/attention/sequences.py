@@ -5,7 +5,7 @@ tokens of a padded batch that are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +19,20 @@ from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import UNBOUNDED
 
+KeyLengths = Sequence[int] | Sequence[Sequence[int]] | Tensor
+"""How many keys each item of a batch has, [B], or the first of them and their end, [B, 2]."""
+
 
 def key_bounds(
     key: Tensor,
     packed: bool,
     cu_seqlens_k: Sequence[int] | Tensor | None,
-    key_lengths: Sequence[int] | Tensor | None,
+    key_lengths: KeyLengths | None,
+    spans: bool = False,
 ) -> tuple[tuple[int, ...], Tensor | None]:
     """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or unread if
-    they are in a tensor on a GPU, or in one that a compiler traces. Raises ValueError.
+    they are in a tensor on a GPU, or in one that a compiler traces. spans: of items also the first key and the end,
+    two numbers for each. Raises ValueError.
     """
     if packed == (cu_seqlens_k is None) or packed == (key_lengths is not None):
         raise ValueError(
@@ -37,12 +42,41 @@ def key_bounds(
         )
     name, given = ("cu_seqlens_k", cu_seqlens_k) if packed else ("key_lengths", key_lengths)
     assert given is not None
+    if not (packed or spans) and _are_spans(given):
+        raise ValueError(
+            "key_lengths of pairs, the first key of each item and the end, with indices or native sparse attention: "
+            "blocks count from the first key of the cache; give the keys that are there, one number for each item"
+        )
     if isinstance(given, Tensor) and (torch.compiler.is_compiling() or operands.may_stay(given)):
         operands.check_bounds_dtype(given, name)
         return (), given
     if not packed and not key.shape[0]:
         return (), None
-    return operands.bounds(given, key.shape[0] if packed else None, name), None
+    return numbers_of(given, key.shape[0], packed), None
+
+
+def _are_spans(key_lengths: KeyLengths) -> bool:
+    """Whether they are the first key and the end of each item, [B, 2]."""
+    if isinstance(key_lengths, Tensor):
+        return key_lengths.ndim == 2
+    return isinstance(key_lengths, Sequence) and bool(key_lengths) and isinstance(key_lengths[0], Sequence)
+
+
+def numbers_of(given: KeyLengths, size: int, packed: bool) -> tuple[int, ...]:
+    """Bounds of `size` packed keys, the number of keys of each of `size` items, or two of each. Raises ValueError."""
+    if packed:
+        return operands.bounds(given, size, "cu_seqlens_k")  # type: ignore[arg-type]
+    are_spans = _are_spans(given)
+    if isinstance(given, Tensor):
+        pairs = not are_spans or given.shape[1] == 2
+        flat: Any = given.flatten() if are_spans and pairs else given
+    else:
+        pairs = not are_spans or all(isinstance(pair, Sequence) and len(pair) == 2 for pair in given)
+        flat = [*chain.from_iterable(given)] if are_spans and pairs else given  # type: ignore[arg-type]
+    numbers = operands.bounds(flat, None, "key_lengths")
+    if are_spans != (len(numbers) == 2 * size and size > 0):
+        raise _wrong_lengths(numbers, size)
+    return numbers
 
 
 def spans_of(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:
@@ -70,12 +104,11 @@ def spans_of(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:
 def _sequences(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:
     (query, _, _), (key, _, _), _ = kinds
     if not call.cu_seqlens:
-        check_lengths(call.key_bounds, query[0], key[1])
-        for item, keys in enumerate(call.key_bounds):
-            operands.check_rows(query[1], keys, call)
+        for item, (first, end) in enumerate(_checked_spans(call.key_bounds, query[0], key[1])):
+            operands.check_rows(query[1], end - first, call)
             items = slice(item, item + 1)
-            if query[1] and keys:
-                yield Span(items, slice(0, query[1])), Span(items, slice(0, keys))
+            if query[1] and first < end:
+                yield Span(items, slice(0, query[1])), Span(items, slice(first, end))
         return
     bounds = call.cu_seqlens, call.key_bounds
     for numbers, tokens in zip(bounds, (query[1], key[1]), strict=True):
@@ -91,13 +124,23 @@ def _sequences(kinds: Kinds, call: Call) -> Iterator[tuple[Span, Span]]:
             yield Span(slice(0, 1), slice(*queries)), Span(slice(0, 1), slice(*keys))
 
 
-def check_lengths(lengths: tuple[int, ...], batch: int, tokens: int) -> None:
-    """Refuse numbers of keys that are not one of 0 to the tokens of the cache for each item."""
-    if len(lengths) != batch or not all(0 <= length <= tokens for length in lengths):
-        raise ValueError(
-            f"key_lengths {[*lengths[:8]]} must be {batch} numbers of 0 to {tokens}: how many of the keys [B, N, K, D] "
-            "of each item are there"
-        )
+def _checked_spans(numbers: tuple[int, ...], batch: int, tokens: int) -> list[tuple[int, int]]:
+    """The first key of each item and the end, of numbers of keys, or of both for each item. Raises ValueError."""
+    if len(numbers) == 2 * batch:
+        spans = [*zip(numbers[::2], numbers[1::2], strict=True)]
+    else:
+        spans = [(0, length) for length in numbers]
+    if len(spans) != batch or not all(0 <= first <= end <= tokens for first, end in spans):
+        raise _wrong_lengths(numbers, batch, tokens)
+    return spans
+
+
+def _wrong_lengths(numbers: tuple[int, ...], batch: int, tokens: int | None = None) -> ValueError:
+    most = "N" if tokens is None else tokens
+    return ValueError(
+        f"key_lengths {[*numbers[:8]]} must be {batch} numbers of 0 to {most}: how many of the keys [B, N, K, D] of "
+        "each item are there, or two for each item, the first of them and their end"
+    )
 
 
 def _joined(earlier: tuple[Span, Span], later: tuple[Span, Span]) -> tuple[Span, Span] | None:

@@ -29,7 +29,8 @@ class Choice:
 def choose(ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
     """Return the fastest known choice that can run here; on one device, that of the nearest similar cell.
 
-    Raises ConfigError if nothing can compute the workload on this machine.
+    If none is preferred for the workload, the first by priority that computes it. Raises ConfigError if nothing can
+    compute the workload on this machine.
     """
     near = measured_near(ways, machine, workload) if ranks == 1 else None
     return choose_after(near, ways, machine, workload, ranks)
@@ -45,9 +46,10 @@ def choose_after(near: TunedCell | None, ways: Ways, machine: Machine, workload:
             if usable(ways, machine, _way(cell, workload, ranks), measured=cell.workload == workload):
                 return Choice(cell.implementation, cell.backend, source, cell.times)
     names = by_priority(ways, workload, ranks)
-    candidates = (Way(name, None, workload, ranks) for name in names)
-    able = (way for way in candidates if usable(ways, machine, way))
-    best = _expected(ways, machine, tuple(able)) if ranks > 1 else _first(able)
+    candidates = [Way(name, None, workload, ranks) for name in names]
+    preferred = (way for way in candidates if usable(ways, machine, way))
+    best = _expected(ways, machine, tuple(preferred)) if ranks > 1 else _first(preferred)
+    best = best or _first(way for way in candidates if usable(ways, machine, way, measured=True))
     if best is not None:
         return best
     raise nothing_computes(ways, machine, workload, ranks)
@@ -72,8 +74,8 @@ def nothing_computes(ways: Ways, machine: Machine, workload: Workload, ranks: in
     return ConfigError(f"nothing here can compute {workload.label()}: {why}{able}")
 
 
-def _first(usable: Iterable[Way]) -> Choice | None:
-    return next((Choice(way.implementation, None, "rule") for way in usable), None)
+def _first(able: Iterable[Way]) -> Choice | None:
+    return next((Choice(way.implementation, None, "rule") for way in able), None)
 
 
 def _expected(ways: Ways, machine: Machine, usable: Sequence[Way]) -> Choice | None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.operator_rules import last_dim_contiguous
-from dilabench.kernels.split_keys import Bounds, KeyBranches, attend_few_rows
+from dilabench.kernels.key_segments import KeyBranches
+from dilabench.kernels.split_keys import Bounds, attend_few_rows
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.workload.spec import Window, Workload
 
@@ -41,7 +42,9 @@ class SplitKeys(AttentionComputation):
     branches: dict[Hashable, KeyBranches] = field(default_factory=dict, repr=False)
 
     def of_lengths(self, lengths: Tensor) -> OfNumbers:
-        """The computation of a cache with this many keys in each item, int [B] on the device; more than N are all."""
+        """The computation of a cache with this many keys in each item, int [B] on the device, or with the first of
+        them and their end, [B, 2]; more than N are all.
+        """
         return OfNumbers(self, lengths.contiguous())
 
     def of_bounds(self, queries: Tensor, keys: Tensor) -> OfNumbers:

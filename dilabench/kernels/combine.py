@@ -23,8 +23,8 @@ RowSoftmax = tuple[Tensor, Tensor, int]
 
 # Integers are not specialised: neither ranges of rows nor strides need another kernel.
 _RANGES = tuple(f"{what}{part}" for part in range(MOST_PARTS) for what in ("first", "count", "b", "r", "h"))
-_NUMBERS = ("n_rows", "n_heads", "total_b", "total_r", "total_h", *_RANGES)
-_LSE_NUMBERS = ("lse_b", "lse_h", "lse_r")
+_LSE_STRIDES = ("lse_b", "lse_h", "lse_r")
+_NUMBERS = ("n_rows", "n_heads", "total_b", "total_r", "total_h", *_LSE_STRIDES, *_RANGES)
 _PARTS, _LSES = (tuple(f"{name}{part}" for part in range(MOST_PARTS)) for name in ("part", "lse"))
 # Rows of lse begin at any position, whose address is a multiple of 16 bytes for some lengths only.
 _ANYWHERE = ("lse_ptr", *(f"{name}_ptr" for name in _LSES))
@@ -42,14 +42,9 @@ def _tile(n_rows, n_heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _places(ptr, strides, batch, rows, head, columns, UNIT: tl.constexpr):
-    row = (batch * strides[0] + rows[:, None] * strides[1] + head * strides[2]) * UNIT
-    return ptr + row + columns[None, :]
-
-
-@triton.jit
 def _load(ptr, strides, batch, rows, head, columns, read, UNIT: tl.constexpr, DIM: tl.constexpr):
-    places = _places(ptr, strides, batch, rows, head, columns, UNIT)
+    row = (batch * strides[0] + rows[:, None] * strides[1] + head * strides[2]) * UNIT
+    places = ptr + row + columns[None, :]
     return tl.load(places, mask=read[:, None] & (columns < DIM)[None, :], other=0.0).to(tl.float32)
 
 
@@ -59,62 +54,7 @@ def _load_lse(ptr, batch, rows, head, count, n_heads):
     return tl.load(places, mask=(rows >= 0) & (rows < count), other=float("-inf")).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def _sum_kernel(
-    total_ptr,
-    part0_ptr,
-    part1_ptr,
-    part2_ptr,
-    part3_ptr,
-    total_b,
-    total_r,
-    total_h,
-    first0,
-    count0,
-    b0,
-    r0,
-    h0,
-    first1,
-    count1,
-    b1,
-    r1,
-    h1,
-    first2,
-    count2,
-    b2,
-    r2,
-    h2,
-    first3,
-    count3,
-    b3,
-    r3,
-    h3,
-    n_rows,
-    n_heads,
-    PARTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    parts = (part0_ptr, part1_ptr, part2_ptr, part3_ptr)
-    firsts, counts = (first0, first1, first2, first3), (count0, count1, count2, count3)
-    strides = ((b0, r0, h0), (b1, r1, h1), (b2, r2, h2), (b3, r3, h3))
-    batch, head, rows = _tile(n_rows, n_heads, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in tl.static_range(PARTS):
-        own = rows - firsts[part]
-        covered = (own >= 0) & (own < counts[part])
-        total += _load(parts[part], strides[part], batch, own, head, columns, covered, UNIT, DIM)
-    # The result may be one of the parts: no thread may write what another has yet to read.
-    tl.debug_barrier()
-    places = _places(total_ptr, (total_b, total_r, total_h), batch, rows, head, columns, UNIT)
-    inside = (rows < n_rows)[:, None] & (columns < DIM)[None, :]
-    tl.store(places, total.to(total_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=(*_NUMBERS, *_LSE_NUMBERS), do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ANYWHERE)
 def _combine_kernel(
     total_ptr,
     lse_ptr,
@@ -161,42 +101,51 @@ def _combine_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # Without lse the parts are added up.
     parts, lses = (part0_ptr, part1_ptr, part2_ptr, part3_ptr), (lse0_ptr, lse1_ptr, lse2_ptr, lse3_ptr)
     firsts, counts = (first0, first1, first2, first3), (count0, count1, count2, count3)
     strides = ((b0, r0, h0), (b1, r1, h1), (b2, r2, h2), (b3, r3, h3))
     batch, head, rows = _tile(n_rows, n_heads, ROWS)
     columns = tl.arange(0, COLUMNS)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    result_lse = tl.full((ROWS,), float("-inf"), tl.float32)
-    lse_places = lse_ptr + batch * lse_b + head * lse_h + rows * lse_r
-    if ONTO:
-        result_lse = tl.load(lse_places, mask=rows < n_rows, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        own = rows - firsts[part]
-        lse = result_lse
-        if part > 0 or not ONTO:
-            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
-        top = tl.maximum(top, lse)
-    top = finite(top)
-    weights = tl.zeros((ROWS,), tl.float32)
+    inside = rows < n_rows
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in tl.static_range(PARTS):
-        own = rows - firsts[part]
-        lse = result_lse
-        if part > 0 or not ONTO:
-            lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
-        weight = tl.exp(lse - top)
-        # An empty row is not read: its memory may be uninitialised.
-        values = _load(parts[part], strides[part], batch, own, head, columns, weight > 0.0, UNIT, DIM)
-        out += values * weight[:, None]
-        weights += weight
-    out = out / tl.where(weights == 0.0, 1.0, weights)[:, None]
+    if lse_ptr is None:
+        for part in tl.static_range(PARTS):
+            own = rows - firsts[part]
+            covered = (own >= 0) & (own < counts[part])
+            out += _load(parts[part], strides[part], batch, own, head, columns, covered, UNIT, DIM)
+    else:
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        result_lse = tl.full((ROWS,), float("-inf"), tl.float32)
+        lse_places = lse_ptr + batch * lse_b + head * lse_h + rows * lse_r
+        if ONTO:
+            result_lse = tl.load(lse_places, mask=inside, other=float("-inf")).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            own = rows - firsts[part]
+            lse = result_lse
+            if part > 0 or not ONTO:
+                lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+            top = tl.maximum(top, lse)
+        top = finite(top)
+        weights = tl.zeros((ROWS,), tl.float32)
+        for part in tl.static_range(PARTS):
+            own = rows - firsts[part]
+            lse = result_lse
+            if part > 0 or not ONTO:
+                lse = _load_lse(lses[part], batch, own, head, counts[part], n_heads)
+            weight = tl.exp(lse - top)
+            # An empty row is not read: its memory may be uninitialised.
+            values = _load(parts[part], strides[part], batch, own, head, columns, weight > 0.0, UNIT, DIM)
+            out += values * weight[:, None]
+            weights += weight
+        out = out / tl.where(weights == 0.0, 1.0, weights)[:, None]
     # The result may be one of the parts: no thread may write what another has yet to read.
     tl.debug_barrier()
-    inside = rows < n_rows
-    places = _places(total_ptr, (total_b, total_r, total_h), batch, rows, head, columns, UNIT)
+    row = (batch * total_b + rows[:, None] * total_r + head * total_h) * UNIT
+    places = total_ptr + row + columns[None, :]
     tl.store(places, out.to(total_ptr.dtype.element_ty), mask=inside[:, None] & (columns < DIM)[None, :])
-    tl.store(lse_places, top + tl.log(weights), mask=inside)
+    if lse_ptr is not None:
+        tl.store(lse_places, top + tl.log(weights), mask=inside)
 
 
 def sum_parts_(total: Tensor, parts: Sequence[RowSum]) -> None:
@@ -262,7 +211,7 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     tensors = {"total": total}
     for name, (x, _) in zip(_PARTS, parts, strict=False):
         tensors[name] = x if x.stride(-1) == 1 else x.contiguous()
-    _launched(_sum_kernel, tensors, [first for _, first in parts])
+    _launched(tensors, [first for _, first in parts])
 
 
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
@@ -272,17 +221,17 @@ def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> N
         tensors[part] = x if x.stride(-1) == 1 else x.contiguous()
         if not (onto and part_lse is lse):
             tensors[lse_of_part] = part_lse.contiguous()
-    _launched(_combine_kernel, tensors, [first for _, _, first in parts])
+    _launched(tensors, [first for _, _, first in parts])
 
 
-def _launched(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
+def _launched(tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> None:
     _check_number(firsts)
     facts = [(x.shape, x.stride(), x.dtype, x.data_ptr() % COPY_BYTES) for x in tensors.values()]
     cache = _cache(tensors["total"].device, *firsts, *facts)
-    cache.launch("parts", [tensors], lambda: [_launch(kernel, tensors, firsts)])
+    cache.launch("parts", [tensors], lambda: [_launch(tensors, firsts)])
 
 
-def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> Launch:
+def _launch(tensors: Mapping[str, Tensor], firsts: Sequence[int]) -> Launch:
     total, parts = tensors["total"], [tensors[f"part{part}"] for part in range(len(firsts))]
     _check(total, [*zip(parts, firsts, strict=True)])
     B, N, H, D = total.shape
@@ -293,12 +242,12 @@ def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")
     unit = stride_unit(total, *parts)
-    arguments: dict[str, Any] = dict.fromkeys(kernel.arg_names)
-    arguments |= dict.fromkeys(_RANGES, 0) | {f"{name}_ptr": x for name, x in tensors.items()}
+    arguments: dict[str, Any] = dict.fromkeys(_combine_kernel.arg_names)
+    arguments |= dict.fromkeys((*_LSE_STRIDES, *_RANGES), 0) | {f"{name}_ptr": x for name, x in tensors.items()}
     arguments |= zip(("total_b", "total_r", "total_h"), (step // unit for step in total.stride()), strict=False)
+    arguments["ONTO"] = "lse" in tensors and "lse0" not in tensors
     if "lse" in tensors:
-        arguments |= zip(_LSE_NUMBERS, tensors["lse"].stride(), strict=True)
-        arguments["ONTO"] = "lse0" not in tensors
+        arguments |= zip(_LSE_STRIDES, tensors["lse"].stride(), strict=True)
         for part, x in enumerate(parts):
             _check_lse(x, tensors.get(f"lse{part}", tensors["lse"]))
     for part, (x, first) in enumerate(zip(parts, firsts, strict=True)):
@@ -307,7 +256,7 @@ def _launch(kernel: Any, tensors: Mapping[str, Tensor], firsts: Sequence[int]) -
         arguments |= {f"{name}{part}": value for name, value in values.items()}
     shape = {"PARTS": len(parts), "UNIT": unit, "DIM": D, "ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
     arguments |= {"n_rows": N, "n_heads": H, **shape}
-    return Launch(kernel, lambda _: ((programs,), arguments))
+    return Launch(_combine_kernel, lambda _: ((programs,), arguments))
 
 
 def _check_number(parts: Sequence[Any]) -> None:

@@ -9,8 +9,7 @@ Numbers of keys, and bounds of packed sequences, are read by the kernels: the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
@@ -21,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.row_layout import product_precision
+from dilabench.kernels.key_segments import KeyBranches, Split, processors, split_for
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache, Tensors, stride_unit
 from dilabench.kernels.softmax import finite
-from dilabench.patterns.answers import StridedSegments
 from dilabench.workload.spec import Window
 
 _NUMBERS = (
@@ -32,15 +31,19 @@ _NUMBERS = (
     *("n_splits", "n_items", "left", "right"),
 )
 # They lie anywhere in a caller's memory.
-_ANYWHERE = ("lengths_ptr", "bounds_ptr", "key_bounds_ptr", "lse_ptr")
+_ANYWHERE = ("lengths_ptr", "spans_ptr", "bounds_ptr", "key_bounds_ptr", "lse_ptr")
 
 
 @triton.jit
-def _sequence(sequence, lengths_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys):
+def _sequence(sequence, lengths_ptr, spans_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys):
     # The first query and key of a sequence in its item of the batch, and how many of both there are.
     first_query, first_key, rows, length = sequence * 0, sequence * 0, n_queries, n_keys
     if lengths_ptr is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + sequence), 0), n_keys).to(tl.int32)
+    if spans_ptr is not None:
+        first_key = tl.minimum(tl.maximum(tl.load(spans_ptr + 2 * sequence), 0), n_keys).to(tl.int32)
+        end = tl.minimum(tl.load(spans_ptr + 2 * sequence + 1), n_keys).to(tl.int32)
+        length = tl.maximum(end - first_key, 0)
     if bounds_ptr is not None:
         first_query = tl.load(bounds_ptr + sequence).to(tl.int32)
         rows = tl.load(bounds_ptr + sequence + 1).to(tl.int32) - first_query
@@ -64,6 +67,7 @@ def _split_kernel(
     lse_ptr,
     branches_ptr,
     lengths_ptr,
+    spans_ptr,
     bounds_ptr,
     key_bounds_ptr,
     q_b,
@@ -113,7 +117,7 @@ def _split_kernel(
     branch = rest % n_branches
     sequence = rest // n_branches
     first_query, first_key, rows, length = _sequence(
-        sequence, lengths_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys
+        sequence, lengths_ptr, spans_ptr, bounds_ptr, key_bounds_ptr, n_queries, n_keys
     )
     segment_length = tl.load(branches_ptr + branch * (2 + n_heads))
     rate = tl.load(branches_ptr + branch * (2 + n_heads) + 1)
@@ -215,6 +219,7 @@ def _merge_kernel(
     parts_ptr,
     branches_ptr,
     lengths_ptr,
+    spans_ptr,
     bounds_ptr,
     key_bounds_ptr,
     out_b,
@@ -242,12 +247,12 @@ def _merge_kernel(
     inside = columns < DIM
     if bounds_ptr is None:
         batch = sequence.to(tl.int64)
-        first_query, _, rows, length = _sequence(sequence, lengths_ptr, None, None, n_queries, n_keys)
+        first_query, _, rows, length = _sequence(sequence, lengths_ptr, spans_ptr, None, None, n_queries, n_keys)
     else:
         batch = sequence.to(tl.int64) * 0
         # Behind the last sequence there may be rows of none, which see nothing.
         in_one = tl.minimum(sequence, n_sequences - 1)
-        first_query, _, rows, length = _sequence(in_one, None, bounds_ptr, key_bounds_ptr, n_queries, n_keys)
+        first_query, _, rows, length = _sequence(in_one, None, None, bounds_ptr, key_bounds_ptr, n_queries, n_keys)
         if sequence == n_sequences:
             first_query += rows
             rows = n_queries - first_query
@@ -286,114 +291,8 @@ def _merge_kernel(
         tl.store(lse_ptr + batch * lse_b + head * lse_h + token, lse)
 
 
-class SplitTile(NamedTuple):
-    """Rows of queries and keys of a tile, warps and pipeline stages of its programs."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-class Split(NamedTuple):
-    """How the work of a call is cut: its tile, the parts that keys are split into, and programs of the same keys."""
-
-    tile: SplitTile
-    splits: int
-    items: int
-
-
-# Programs that a multiprocessor runs at once, and the tiles in whose time one begins and ends.
-_RESIDENT, _BEGIN_AND_END = 2, 3
-# Parts are no more than a merge reads in a few steps.
-_MOST_SPLITS = 256
 # Numbers of parts that a program of the merge reads at once.
 _MERGED = 8192
-
-
-def tile_for(rows: int, head_dim: int, itemsize: int) -> SplitTile:
-    """The tile for this many rows of the same keys.
-
-    Microseconds on one H200 with the best number of parts, keys of a tile, warps and stages: 1x131072, H32/8, D128:
-    64, 4, 3 128; 32, 4, 4 130; 128, 4, 2 131; 128, 8, 3 131; 64, 4, 2 136; 64, 8, 3 145. 1x1048576, H16, D64: 128, 4, 3
-    933; 64, 2, 3 933; 64, 4, 3 938; 32, 4, 4 940; 128, 4, 2 1035.
-    """
-    rows = max(16, triton.next_power_of_2(rows))
-    # As many rows as do not spill registers.
-    if itemsize > 2:
-        return SplitTile(16, 32 if head_dim <= 128 else 16, 4, 2)
-    if head_dim > 128:
-        return SplitTile(min(32, rows), 32, 4, 3)
-    if rows >= 64:
-        return SplitTile(64, 64, 4, 3 if head_dim <= 64 else 2)
-    return SplitTile(rows, 64 if head_dim > 64 else 128, 4, 3)
-
-
-def split_for(programs: int, rows: int, keys: int, head_dim: int, itemsize: int, processors: int) -> Split:
-    """For this many programs that each read up to ``keys`` keys for ``rows`` rows, if neither is split: the parts with
-    which a GPU is done first, if programs run in waves. More parts than a few waves only add to the merge.
-    """
-    tile = tile_for(rows, head_dim, itemsize)
-    items = triton.cdiv(rows, tile.rows)
-    at_once, tiles = _RESIDENT * processors, triton.cdiv(keys, tile.keys)
-
-    def time(splits: int) -> int:
-        return triton.cdiv(programs * items * splits, at_once) * (triton.cdiv(tiles, splits) + _BEGIN_AND_END)
-
-    most = min(tiles, _MOST_SPLITS, max(1, 4 * at_once // (programs * items)))
-    return Split(tile, min(range(1, most + 1), key=time), items)
-
-
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere kernels are interpreted."""
-    if device.type != "cuda":
-        return 8
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyBranches:
-    """The strided segments of each head's keys.
-
-    segments: length and rate of each branch. table: int32 [branches, 2 + H], these and each head's residue, -1 if it
-    has no part. heads: successive heads that share a key/value head and all residues. every: a single branch, of every
-    key.
-    """
-
-    segments: tuple[tuple[int, int], ...]
-    table: Tensor
-    heads: int
-    every: bool
-    plans: dict[Hashable, _Plan] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, segments: Sequence[Sequence[StridedSegments]], heads_per_kv: int, device: torch.device) -> KeyBranches:
-        """Of those of each head."""
-        places: dict[tuple[int, int, int], dict[int, int]] = {}
-        for head, of_head in enumerate(segments):
-            for number, (length, rate, offset) in enumerate(of_head):
-                places.setdefault((number, length, rate), {})[head] = offset
-        table = [
-            [min(length, 2**31 - 1), rate, *(residues.get(head, -1) for head in range(len(segments)))]
-            for (_, length, rate), residues in places.items()
-        ]
-        groups = (
-            row[2 + first : 2 + first + heads_per_kv]
-            for row in table
-            for first in range(0, len(segments), heads_per_kv)
-        )
-        heads = heads_per_kv if all(len({*group}) == 1 for group in groups) else 1
-        every = len(table) == 1 and table[0][1:] == [1, *[0] * len(segments)]
-        there = torch.tensor(table, dtype=torch.int32, device=device)
-        return cls(tuple((length, rate) for _, length, rate in places), there, heads, every)
-
-    def most_keys(self, keys: int, reach: int | None) -> int:
-        """The most keys that a row of the fullest branch has among this many, `reach` positions if that is known."""
-        lengths = (
-            (min(length, keys) if reach is None else min(length, keys, reach), rate) for length, rate in self.segments
-        )
-        return max(triton.cdiv(length, rate) for length, rate in lengths)
 
 
 class Bounds(NamedTuple):
@@ -431,11 +330,12 @@ def attend_few_rows(
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M] (float32) of q [B, M, H, D], the last rows of k, v [B, N, K, D].
 
-    lengths: int [B], how many keys of an item are there. bounds: of packed sequences, B is 1. window: keys behind and
-    ahead that a query sees, -1 for all; (-1, 0) is causal. split: instead of the default. The last dim of all is
-    contiguous. A row that sees no key is 0 and -inf. Numbers on the device are not checked; keys beyond N are not read.
+    lengths: int [B], how many keys of an item are there, or [B, 2], the first of them and their end. bounds: of packed
+    sequences, B is 1. window: keys behind and ahead that a query sees, -1 for all; (-1, 0) is causal. split: instead of
+    the default. The last dim of all is contiguous. A row that sees no key is 0 and -inf. Numbers on the device are not
+    checked; keys beyond N are not read.
     """
-    read = {} if lengths is None else {"lengths": lengths}
+    read = {} if lengths is None else {"lengths" if lengths.ndim == 1 else "spans": lengths}
     if bounds is not None:
         read = {"bounds": bounds.queries, "key_bounds": bounds.keys}
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % COPY_BYTES
@@ -483,13 +383,13 @@ def _plan(
     if split is None:
         reach = sum(window) + rows if min(window) >= 0 else None
         keys = branches.most_keys(N, reach)
-        split = split_for(of_keys, rows * branches.heads, keys, D, q.element_size(), _processors(q.device))
+        split = split_for(of_keys, rows * branches.heads, keys, D, q.element_size(), processors(q.device))
     tile, splits, items = split
     whole = branches.every and splits == 1 and not is_packed
     outs = len(branches.segments) * splits * B * M * H * D
     columns, unit, (left, right) = max(16, triton.next_power_of_2(D)), stride_unit(q, k, v), window
     common = {
-        **dict.fromkeys(("lengths_ptr", "bounds_ptr", "key_bounds_ptr")),
+        **dict.fromkeys(("lengths_ptr", "spans_ptr", "bounds_ptr", "key_bounds_ptr")),
         "branches_ptr": branches.table,
         "n_branches": len(branches.segments),
         "n_splits": splits,

@@ -14,6 +14,7 @@ from dilabench.attention import (
     MultiheadDilatedAttention,
     NativeSparseAttention,
 )
+from tests.attention.compared import BOUNDS
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4), "causal": True}
 
@@ -38,6 +39,31 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 SPARSE: dict[str, Any] = {"compression_length": 8, "compression_stride": 4, "block_size": 16, "top_k": 2, "window": 6}
+
+
+def on(device: str, *dtypes: torch.dtype) -> list[Any]:
+    """Parameters of a test: dtypes on a device, those of a GPU marked."""
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return [pytest.param(device, dtype, id=f"{device}-{dtype}", marks=marks) for dtype in dtypes]
+
+
+@pytest.mark.parametrize(("device", "dtype"), on("cpu", torch.float32) + on("cuda", torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("sizes", [(1,) * 40, (17, 1, 1, 20, 1)], ids=len)
+def test_a_module_generates_in_every_dtype(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Beside the whole pass in float64."""
+    torch.manual_seed(0)
+    # Heads of 16 numbers and more are what kernels of a GPU take.
+    exact = MultiheadDilatedAttention(64, 4, **BRANCHES).double()
+    module = MultiheadDilatedAttention(64, 4, **BRANCHES).double()
+    module.load_state_dict(exact.state_dict())
+    module.to(device, dtype)
+    x, cache = torch.randn(2, 40, 64, dtype=torch.float64), KeyValueCache(capacity=4)
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.to(device, dtype).split(sizes, 1)]
+        found, right = torch.cat(parts, 1).cpu().double(), exact(x)
+    assert (found - right).norm() <= BOUNDS[dtype] * right.norm()
+
+
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "dilated": lambda: MultiheadDilatedAttention(32, 4, **BRANCHES),
     "native sparse": lambda: NativeSparseAttention(32, 4, 2, **SPARSE),

@@ -52,9 +52,30 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.fixture
+def by_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same kernels, which add in one order on a GPU, without a measurement of others."""
+    monkeypatch.setenv("DILABENCH_FIRST_USE", "0")
+    if not torch.cuda.is_available():
+        # torch loads its compiler to switch it on.
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that get a gradient."""
     return {name: x.requires_grad_() for name, x in tensors.items() if x.is_floating_point()}
+
+
+def on_device(case: Case, dtype: torch.dtype, device: str, of_indices: torch.dtype = torch.int64) -> dict[str, Tensor]:
+    """The tensors of a case on a device, numbers of blocks in this dtype."""
+    tensors = case.tensors(dtype)
+    if "indices" in tensors:
+        tensors["indices"] = tensors["indices"].to(of_indices)
+    return {name: x.to(device) for name, x in tensors.items()}
 
 
 def gradients(case: Case, tensors: dict[str, Tensor], written_to: str | None = None) -> tuple[Tensor, ...]:
@@ -66,16 +87,36 @@ def gradients(case: Case, tensors: dict[str, Tensor], written_to: str | None = N
     return torch.autograd.grad((out.double() ** 2).sum(), tuple(learned.values()))
 
 
-@cases
-@pytest.mark.usefixtures("way")
-def test_a_tensor_that_is_written_to_changes_no_gradient_in_silence(case: Case) -> None:
+# Kernels read int32, and for others make lists or copies.
+WRITTEN = [
+    *(pytest.param(case, torch.float64, "cpu", torch.int64, id=name) for name, case in CASES.items()),
+    *(
+        pytest.param(case, torch.float32, "cpu", torch.int32, id=f"{name}, int32")
+        for name, case in CASES.items()
+        if "indices" in case.takes
+    ),
+    *(
+        pytest.param(case, *kinds, id=f"{name}, {kinds[-1]}, on cuda", marks=pytest.mark.gpu)
+        for name, case in CASES.items()
+        for kinds in ((torch.bfloat16, "cuda", torch.int32), (torch.float32, "cuda", torch.int64))
+        if "indices" in case.takes or kinds[-1] == torch.int32
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "device", "of_indices"), WRITTEN)
+@pytest.mark.usefixtures("way", "by_rules")
+def test_a_tensor_that_is_written_to_changes_no_gradient_in_silence(
+    case: Case, dtype: torch.dtype, device: str, of_indices: torch.dtype
+) -> None:
     """torch's rule: backward refuses it, unless it reads a copy."""
-    right = gradients(case, case.tensors())
+    given = functools.partial(on_device, case, dtype, device, of_indices)
+    right = gradients(case, given())
     refused = set()
     for name in case.tensors():
         found, error = None, ""
         try:
-            found = gradients(case, case.tensors(), name)
+            found = gradients(case, given(), name)
         except RuntimeError as refusal:
             error = str(refusal)
         if found is None:
@@ -87,11 +128,13 @@ def test_a_tensor_that_is_written_to_changes_no_gradient_in_silence(case: Case) 
     assert {"query", "key", "value"} <= refused
 
 
-def hidden_key_changes(case: Case, dtype: torch.dtype, number: float, backend: str = "auto") -> list[int]:
+def hidden_key_changes(
+    case: Case, dtype: torch.dtype, number: float, backend: str = "auto", device: str = "cpu"
+) -> list[int]:
     """The rows before the last key that another last key changes, under a causal mask."""
     found = []
     for last in (None, number):
-        tensors = case.tensors(dtype)
+        tensors = on_device(case, dtype, device)
         tensors["query"] *= 8
         tensors["query"].select(-3, 3).mul_(1e3)
         if last is not None:
@@ -108,10 +151,17 @@ CAUSAL = {name: case for name, case in CASES.items() if case.options.get("causal
 
 
 @pytest.mark.parametrize("case", CAUSAL.values(), ids=CAUSAL)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_row_changes_with_a_key_that_it_does_not_see(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        *(pytest.param(dtype, "cpu", id=str(dtype)) for dtype in DTYPES),
+        *(pytest.param(dtype, "cuda", id=f"{dtype}, on cuda", marks=pytest.mark.gpu) for dtype in DTYPES[1:]),
+    ],
+)
+@pytest.mark.usefixtures("by_rules")
+def test_no_row_changes_with_a_key_that_it_does_not_see(case: Case, dtype: torch.dtype, device: str) -> None:
     for number in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
-        assert hidden_key_changes(case, dtype, number) == [], number
+        assert hidden_key_changes(case, dtype, number, device=device) == [], number
 
 
 @pytest.mark.parametrize(
@@ -526,7 +576,7 @@ from tests.attention.every_pattern import CASES
 wrong = []
 dtype = getattr(torch, sys.argv[1])
 for name, case in CASES.items():
-    tensors = case.tensors(dtype)
+    tensors = {key: x.to(sys.argv[2]) for key, x in case.tensors(dtype).items()}
     if case.packed:
         case = case._replace(options={**case.options, "cu_seqlens": tensors.pop("cu_seqlens").tolist()})
     names = list(tensors)
@@ -539,10 +589,20 @@ print(wrong)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float64", *map(slow, ("float32", "bfloat16", "float16"))])
-def test_a_first_call_inside_a_trace_gives_every_bit(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        ("float64", "cpu"),
+        slow("float32", "cpu"),
+        slow("bfloat16", "cpu"),
+        slow("float16", "cpu"),
+        pytest.param("bfloat16", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.usefixtures("by_rules")
+def test_a_first_call_inside_a_trace_gives_every_bit(dtype: str, device: str) -> None:
     """Modules are imported while torch traces, and constants keep their precision."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-W", "ignore", "-c", TRACED, dtype]
+    command = [sys.executable, "-W", "ignore", "-c", TRACED, dtype, device]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

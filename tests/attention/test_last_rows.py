@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from dilabench.impls.last_rows import aligned
 from dilabench.patterns import DilatedPattern, TopKBlocksPattern
 from dilabench.workload.spec import Window
 from tests.attention.every_pattern import BLOCK, BOUNDS, CASES, Case, N
+from tests.conftest import slow
 
 BATCHES = {name: case for name, case in CASES.items() if not case.packed}
 PACKED = {name: case for name, case in CASES.items() if case.packed}
@@ -182,6 +183,44 @@ def test_the_keys_that_are_there(case: Case, lengths: tuple[int, ...], rows: int
         torch.testing.assert_close(gradients[name], gradient, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+WITHOUT_BLOCKS = {name: case for name, case in BATCHES.items() if not {"indices", "gates"} & {*case.takes}}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("kind", "lengths", "rows", "behind"),
+    [
+        (torch.tensor, (17, 33), 5, 6),
+        slow(list, (17, 33), 5, 6),
+        slow(torch.tensor, (48, 20, 20), 1, 0),
+        slow(list, (48, 20, 20), 1, 0),
+    ],
+)
+@pytest.mark.parametrize("case", WITHOUT_BLOCKS.values(), ids=WITHOUT_BLOCKS)
+def test_keys_with_padding_before_them(
+    case: Case, kind: Callable[[Any], Any], lengths: tuple[int, ...], rows: int, behind: int
+) -> None:
+    """NaN before and behind the keys of an item changes no result and no gradient, and places count from the first."""
+    tensors, items = caches(case, lengths, rows)
+    spans = [(N - length, N) for length in lengths]
+    for name in ("key", "value"):
+        moved = [x.roll(first, 0) for x, (first, _) in zip(tensors[name], spans, strict=True)]
+        tensors[name] = torch.nn.functional.pad(torch.stack(moved), (0, 0, 0, 0, 0, behind), value=torch.nan)
+    inputs = leaves(tensors)
+    out = case(tensors, key_lengths=kind(spans))
+    dout = torch.randn_like(out)
+    gradients = dict(zip(inputs, torch.autograd.grad(out, inputs.values(), dout), strict=True))
+    for at, (item, (first, end)) in enumerate(zip(items, spans, strict=True)):
+        own = leaves({name: x.detach().clone() for name, x in item.items()})
+        wanted = case(own)
+        torch.testing.assert_close(out[at : at + 1], wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        expected = dict(zip(own, torch.autograd.grad(wanted, own.values(), dout[at : at + 1]), strict=True))
+        for name in ("key", "value"):
+            whole = torch.zeros_like(gradients[name][at : at + 1])
+            whole[:, first:end] = expected[name]
+            torch.testing.assert_close(gradients[name][at : at + 1], whole, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def tensors(rows: int, keys: int, batch: int = 2, dim: int = 16) -> list[Tensor]:
     shapes = ((batch, rows, 4, dim), (batch, keys, 2, dim), (batch, keys, 2, dim))
     return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -234,7 +273,12 @@ def test_a_sequence_without_keys_is_seen_by_none() -> None:
             {"key_lengths": torch.tensor([8.0, 8.0])},
             "key_lengths has dtype torch.float32 and must be the number of keys",
         ),
-        ({"key_lengths": torch.tensor([[8, 8]])}, "must be the number of keys of each item"),
+        ({"key_lengths": torch.tensor([[8, 8]])}, r"key_lengths \[8, 8\] must be 2 numbers"),
+        ({"key_lengths": (0, 8, 0, 8)}, r"key_lengths \[0, 8, 0, 8\] must be 2 numbers"),
+        ({"key_lengths": ((0, 8), (5, 4))}, r"key_lengths \[0, 8, 5, 4\] must be 2 numbers of 0 to 8"),
+        ({"key_lengths": ((0, 8), (5, 9))}, "must be 2 numbers of 0 to 8"),
+        ({"key_lengths": torch.tensor([[0, 1, 2], [3, 4, 5]])}, "must be the number of keys of each item"),
+        ({"key_lengths": ((0, 8, 3), (1, 2, 4))}, "must be the number of keys of each item"),
         ({"key_lengths": 8}, "key_lengths 8 must be the number of keys of each item"),
         ({"cu_seqlens_k": (0, 8)}, "cu_seqlens_k goes with cu_seqlens"),
     ],

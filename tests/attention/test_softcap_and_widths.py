@@ -1,5 +1,7 @@
 """Softcaps of scores, and values of another width than keys, in dense attention over every backend that has them."""
 
+import functools
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -8,11 +10,18 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import attention, dilated_attention
+from dilabench.attention.operands import workload_of
+from dilabench.backends import flex as flex_backend
+from dilabench.choice.descriptors import unmet
+from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.formula import attend_rows
+from dilabench.impls.call import Call
 from dilabench.impls.flex import flex
 from dilabench.kernels.cpu import flash
+from dilabench.machine import detect
 from dilabench.patterns import WindowSinkPattern
+from dilabench.patterns.dense import DENSE
 from dilabench.workload.spec import Workload
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -24,6 +33,14 @@ SHAPES = {
     "few rows": (3, 97, 6, 2, 24, 16),
     "absorbed": (1, 130, 4, 1, 36, 32),
     "one width": (70, 70, 4, 2, 24, 24),
+}
+# Multi-head latent attention, as it is trained and in its absorbed form, of prefill and of decoding; Gemma 2.
+OF_MODELS = {
+    "MLA": (150, 150, 4, 4, 192, 128),
+    "MLA rows": (3, 150, 4, 4, 192, 128),
+    "absorbed MLA": (40, 150, 16, 1, 576, 512),
+    "absorbed MLA rows": (1, 150, 16, 1, 576, 512),
+    "Gemma": (150, 150, 4, 2, 256, 256),
 }
 WINDOW = WindowSinkPattern(sinks=1, window_size=8)
 MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (20, 0)}, {"window": (9, 5)})
@@ -42,18 +59,19 @@ def _by_formula(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    ahead = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None]
+    place = torch.arange(k.shape[1], device=q.device)
+    ahead = place - place[k.shape[1] - q.shape[1] :, None]
     left, right = window[0], 0 if causal else window[1]
     seen = ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
     scores = scores.masked_fill(~seen, -torch.inf)
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def _inputs(shape: str, dtype: torch.dtype) -> list[Tensor]:
-    rows, keys, heads, kv_heads, dim, value_dim = SHAPES[shape]
+def _inputs(shape: str, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    rows, keys, heads, kv_heads, dim, value_dim = SHAPES.get(shape) or OF_MODELS[shape]
     torch.manual_seed(0)
     sizes = (2, rows, heads, dim), (2, keys, kv_heads, dim), (2, keys, kv_heads, value_dim)
-    return [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+    return [torch.randn(size, dtype=dtype).to(device).requires_grad_() for size in sizes]
 
 
 def _check(inputs: list[Tensor], options: dict[str, Any], softcap: float | None, **call: Any) -> None:
@@ -94,6 +112,49 @@ def test_results_and_gradients_are_those_of_the_formula(
             attention(*inputs, **options, softcap=softcap, backend=backend)
         return
     _check(inputs, options, softcap, backend=backend)
+
+
+OPTIONS = dict(zip(("whole", "causal", "causal window", "window"), MASKS, strict=True))
+
+
+def of_models(names: Iterable[str], device: str) -> Iterator[Any]:
+    """Each backend with shapes and masks: all, or for what compiles for seconds a few."""
+    for name in names:
+        backend = own_ways().backends.get(name)
+        for shape in (*OF_MODELS, "one width"):
+            if shape == "one width" and device == "cpu":
+                continue
+            relative = name == "math" or shape != "MLA"
+            marks = [pytest.mark.gpu] if device == "cuda" else [pytest.mark.slow] if relative else []
+            masks = [*OPTIONS] if not backend.compiles else ["whole" if "absorbed" in shape else "causal window"]
+            yield pytest.param(name, shape, masks, device, id=f"{name}-{shape}-{device}", marks=marks)
+
+
+ON_GPUS = ("math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flash2", "flash3", "flash4", "xformers", "flex")
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("backend", "shape", "masks", "device"),
+    [*of_models(("math", "sdpa-flash"), "cpu"), *of_models(ON_GPUS, "cuda")],
+)
+def test_shapes_of_models_are_computed_or_refused(
+    backend: str, shape: str, masks: list[str], device: str, softcap: float | None
+) -> None:
+    """In bfloat16. A backend refuses exactly what its descriptor excludes."""
+    ways, inputs = own_ways(), _inputs(shape, torch.bfloat16, device)
+    if lacking := unmet(ways.backends.get(backend).requires, detect(device)):
+        pytest.skip(f"needs the backend {backend}: {'; '.join(lacking)}")
+    kinds = [(x.shape, x.dtype, x.device) for x in inputs]
+    for options in (OPTIONS[name] for name in masks):
+        workload = workload_of(kinds, Call(DENSE, **options, softcap=softcap, wants_gradient=True))
+        assert workload is not None
+        against = ways.reasons_against_backend(Way("dense", None, workload), detect(device), backend)
+        if against:
+            with pytest.raises(ValueError, match=f"backend '{backend}' cannot serve this call: "):
+                attention(*inputs, **options, softcap=softcap, backend=backend)
+        else:
+            _check(inputs, options, softcap, backend=backend)
 
 
 @pytest.mark.parametrize("softcap", [0.1, 50.0, 1e6])
@@ -174,6 +235,31 @@ def test_patterns_refuse_values_of_another_width() -> None:
         dilated_attention(q, k, v, segment_lengths=(8,), dilation_rates=(1,))
     with pytest.raises(ValueError, match="equal but for its last dim"):
         attention(q, k, v[:, 1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "softcap"), [("one width", 1.5), ("wider values", None)])
+@pytest.mark.parametrize("options", [MASKS[0], MASKS[2]], ids=str)
+def test_the_backend_flex_by_torchs_plain_form_of_it(
+    monkeypatch: pytest.MonkeyPatch, shape: str, softcap: float | None, options: dict[str, Any]
+) -> None:
+    """torch has no backward pass of it for a CPU, but for the check of the device."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    flex_backend._compiled.cache_clear()
+    q, k, v = (x.detach() for x in _inputs(shape, torch.float32))
+    rows, cap = min(q.shape[1], k.shape[1]), softcap or 0.0
+    mask: dict[str, Any] = {"causal": False, **options, "scale": 0.3, "softcap": cap}
+    wide = [x[:, :rows].double().requires_grad_() for x in (q, k, v)]
+    expected = _by_formula(*wide, softcap, **options, scale=0.3)
+    dout = torch.randn_like(expected[0])
+    right = *expected, *torch.autograd.grad(expected[0], wide, dout)
+    narrow = [x[:, :rows] for x in (q, k, v)]
+    out, lse = flex_backend.attend(*narrow, **mask)
+    found = out, lse, *flex_backend.attend_backward(dout.float(), *narrow, out, lse, **mask)
+    for result, value in zip(found, right, strict=True):
+        assert (result.double() - value).norm() <= BOUNDS[torch.float32] * value.norm()
+    flex_backend._compiled.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -84,6 +84,12 @@ UNNESTED = {"segment_lengths": (1024, 5792, 32768), "dilation_rates": (1, 2, 4),
         ({"head_dim": 96, "window": (1024, 1024)}, "fused"),
         ({"heads": "grouped", "num_heads": 6}, "fused"),
         ({"segment_lengths": (1000, 3000), "dilation_rates": (3, 7)}, "fused"),
+        # Slower there than branches over dense kernels, which cap no scores.
+        *(
+            ({"head_dim": dim, "softcap": 30.0, **fields}, "fused")
+            for dim in (96, 192, 256)
+            for fields in ({"mode": "both"}, {"dtype": "float32"}, {"layout": "packed", "cu_seqlens": (0, 9, 65536)})
+        ),
     ],
 )
 def test_fused_is_taken_where_its_kernels_are_faster(cache: Path, fields: dict[str, object], expected: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilabench.compat.torchscale import DilatedAttention, Multiway, XPos, packed, patch
+from tests.attention.compared import BOUNDS
 
 # What torchscale's own module gave in float64, as tests/impls/test_torchscale_golden.py says.
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
@@ -257,6 +258,30 @@ def test_a_decoder_generates_the_logits_of_the_whole_pass(changes: dict[str, Any
         logits.append(model(tokens, states))
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens), rtol=0, atol=1e-12)
     assert states[0]["prev_key"].shape == (2, 4, prompt + 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, id="cpu"),
+        *(
+            pytest.param("cuda", dtype, id=f"cuda-{dtype}", marks=pytest.mark.gpu)
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+    ],
+)
+def test_a_decoder_of_another_dtype_generates_the_logits_of_the_whole_pass(device: str, dtype: torch.dtype) -> None:
+    """For given tokens: the choice of a token would hang on rounding."""
+    torch.manual_seed(0)
+    exact = Decoder(arguments(segment_length=[8, 16, 64], xpos_rel_pos=True)).double()
+    model, tokens = copy.deepcopy(exact).to(device, dtype), torch.randint(50, (2, 40))
+    states: dict[Any, Any] = {"is_first_step": True}
+    with torch.no_grad():
+        logits = [model(tokens[:, :7].to(device), states)]
+        states["is_first_step"] = False
+        logits += [model(tokens[:, : stop + 1].to(device), states) for stop in range(7, 40)]
+        found, right = torch.cat(logits, 1).cpu().double(), exact(tokens)
+    assert (found - right).norm() <= BOUNDS[dtype] * right.norm()
 
 
 def test_a_state_takes_chunks_and_beams() -> None:

@@ -82,12 +82,32 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, slow(3)])
-def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(launch, ranks):
+# Each is a group of its own, which NCCL takes a second to connect.
+OVER_NCCL = pytest.param(
+    2,
+    "cuda",
+    ("scale", "dtype"),
+    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+    id="over NCCL",
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "options"),
+    [
+        pytest.param(2, "cpu", tuple(CHANGES), id="2"),
+        pytest.param(3, "cpu", tuple(CHANGES), id="3", marks=pytest.mark.slow),
+        OVER_NCCL,
+    ],
+)
+def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(monkeypatch, launch, ranks, device, options):
     import library_cases
 
-    results = launch(library_cases.in_different_calls, ranks, [list(CHANGES.values())])
-    for option, *said in zip(CHANGES, *results, strict=True):
+    if device == "cuda":
+        # Not by the copy engines.
+        monkeypatch.setenv("DILABENCH_TRANSPORT", "nccl")
+    results = launch(library_cases.in_different_calls, ranks, [[CHANGES[name] for name in options]], device=device)
+    for option, *said in zip(options, *results, strict=True):
         for text in said:
             assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank ")
             assert text.count(f"{option} ") == 2

@@ -25,14 +25,14 @@ from dilabench.choice.rules import Choice
 from dilabench.contracts import BuildContext
 from dilabench.impls.split_keys import SplitKeys, build
 from dilabench.kernels import split_keys
-from dilabench.kernels.split_keys import Split, SplitTile
+from dilabench.kernels.key_segments import Split, SplitTile
 from dilabench.patterns import DilatedPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.workload.spec import Window, Workload
 
 KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
-HELD = ("batch", "lengths", "packed")
+HELD = ("batch", "lengths", "spans", "packed")
 
 
 class Case(NamedTuple):
@@ -97,7 +97,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, case: Case, dtype: torch.dtype) -> 
     return torch.stack(outs, 1), torch.stack(lses)
 
 
-def numbers(draw: random.Random, values: list[int]) -> Tensor:
+def numbers(draw: random.Random, values: list[Any]) -> Tensor:
     return torch.tensor(values, dtype=draw.choice((torch.int32, torch.int64)))
 
 
@@ -123,11 +123,16 @@ def difference(case: Case, draw: random.Random) -> float:
         q = torch.randn(count, case.rows, heads, dim).to(case.dtype)
         # A cache has room behind its keys.
         k, v = torch.full((2, count, case.keys + draw.choice((0, 7)), kv_heads, dim), torch.nan, dtype=case.dtype)
+        firsts = [0] * count
         if case.held == "batch":
             k, v = k[:, : case.keys], v[:, : case.keys]
-        else:
+        elif case.held == "lengths":
             computation = computation.of_lengths(numbers(draw, keys))
-        spans = [(item, (0, case.rows), (0, there)) for item, there in enumerate(keys)]
+        else:
+            # Each has padding before its keys.
+            firsts = [draw.randint(0, there - case.rows) for there in keys]
+            computation = computation.of_lengths(numbers(draw, [*zip(firsts, keys, strict=True)]))
+        spans = [(item, (0, case.rows), place) for item, place in enumerate(zip(firsts, keys, strict=True))]
     wanted, plain = (
         (torch.zeros(q.shape, dtype=of), torch.full((len(q), heads, q.shape[1]), -torch.inf, dtype=of))
         for of in (torch.float64, torch.float32)
@@ -175,10 +180,16 @@ def through_attention(dtype: torch.dtype) -> float:
     ):
         for given in (list, torch.tensor):
             caches = attention(q, k, v, causal=True, key_lengths=given(keys))
+            # The same keys behind padding of unequal length.
+            shifted = [
+                torch.stack([x.roll(41 - there, 0) for x, there in zip(kind, keys, strict=True)]) for kind in (k, v)
+            ]
+            spans = given([[41 - there, 41] for there in keys])
+            padded = attention(q, *shifted, causal=True, key_lengths=spans)
             of_packed = {"cu_seqlens": given(ends[0]), "cu_seqlens_k": given(ends[1])}
             together = attention(*packed, causal=True, **of_packed).unflatten(0, (3, 2))
             for at, exact in enumerate(wanted):
-                for found in (caches, together):
+                for found in (caches, padded, together):
                     worst = max(worst, (found[at] - exact[0]).abs().max().item())
     # Once for a batch and once for packed sequences: what is made serves tensors and numbers.
     assert len(made) == 2, made

@@ -82,7 +82,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     monkeypatch.setattr(launch_cache, "record", lambda values: None)
     for module, names in (
         (gates, ("_gated_sum_kernel", "_gated_kernel")),
-        (combine, ("_sum_kernel", "_combine_kernel")),
+        (combine, ("_combine_kernel",)),
         (selected_lists, ("_by_query_kernel", "_mark_kernel", "_by_key_kernel")),
         (key_lists, ("_add_slots_kernel",)),
         (merge, ("_merge_rows_kernel",)),

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed: its interpreter r
 
 from triton.compiler import ASTSource
 
-from dilabench.kernels.split_keys import KeyBranches, _split_kernel, split_for, tile_for
+from dilabench.kernels.key_segments import KeyBranches, split_for, tile_for
+from dilabench.kernels.split_keys import _split_kernel
 from dilabench.patterns.answers import StridedSegments
 from tests.conftest import slow
 from tests.kernels.test_sm90_compile import assembled
@@ -29,7 +30,7 @@ def errors(
     return interpreted("kernels/interpreted_split_keys.py", request.param.split())
 
 
-@pytest.mark.parametrize("held", ["batch", "lengths", "packed"])
+@pytest.mark.parametrize("held", ["batch", "lengths", "spans", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_those_of_the_formula(errors: dict[str, list[float]], kind: str, held: str) -> None:
     """The interpreter cuts bfloat16 off where a GPU rounds."""
@@ -86,6 +87,7 @@ def test_tiles_spill_nothing_and_copy_sixteen_bytes_at_a_time(dim: int, rows: in
         "COLUMNS": dim,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
+        "spans_ptr": None,
         "bounds_ptr": None,
         "key_bounds_ptr": None,
     }

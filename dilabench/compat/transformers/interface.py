@@ -145,7 +145,7 @@ def _attend(
     elif position_bias is not None:
         reason = "position_bias is added to scores"
     elif parts is not None:
-        reason = _why_not_parts(parts, module, pattern)
+        reason = _why_not_parts(parts, module, pattern, softcap)
     elif causal and query.shape[2] not in (1, key.shape[2]):
         reason = f"no mask says which of {key.shape[2]} keys the {query.shape[2]} queries are"
     if reason is None and selection is not None:
@@ -222,9 +222,12 @@ def _of_documents(
 def _of_spans(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], options: dict[str, Any]) -> Tensor:
     """out [B, M, H, D] of rows that see the keys of a span; queries that are padding get 0.
 
-    Neighbours of equal spans are one call over views of their keys.
+    With such queries, and for indices, neighbours of equal spans are one call over views of their keys.
     """
     has_places = options["causal"] or options["pattern"] is not None
+    shortest = min((end - first for first, end in spans), default=0)
+    if options.get("indices") is None and (shortest >= q.shape[1] or not has_places):
+        return attention(q, k, v, key_lengths=spans, **options)
     outs = []
     for (first, end), group in groupby(range(len(spans)), spans.__getitem__):
         items = [*group]
@@ -239,7 +242,7 @@ def _of_spans(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], options: 
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None) -> str | None:
+def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None, softcap: float | None) -> str | None:
     """The part of a mask that dilabench does not compute, or None."""
     if parts.key_offset and pattern is not None:
         return f"the cache dropped {parts.key_offset} keys, from which the places of a pattern count"
@@ -258,7 +261,9 @@ def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None
     first, end = parts.spans.unbind(1)
     if (parts.causal or pattern is not None) and ((end < parts.length) & (first < end)).any():
         return f"padding behind the last token of a row: {reason}"
-    if pattern is None and parts.anchor.is_cuda and (parts.spans != parts.spans[:1]).any():
+    # One query of each item is a launch for all.
+    alone = parts.shape[2] == 1 and softcap is None
+    if pattern is None and not alone and parts.anchor.is_cuda and (parts.spans != parts.spans[:1]).any():
         return f"padding of unequal length, where each length is a launch: {reason}"
     return None
 

@@ -211,6 +211,12 @@ def wrong_and_refused(world):
     return [*wrong(world), *wrong_if_empty(world), *without_gradient(world)], refusals(world)
 
 
+def called_and_awaited(shards, usual, inputs, options):
+    """A call, whose results a GPU may wait for although its host went on, and one more."""
+    ring_attention(*inputs, shards, **options).sum().item()
+    ring_attention(*usual, shards)
+
+
 def in_different_calls(world, changes):
     """What ranks say of each change if the last rank makes the changed call, which is new, and the others repeat one.
 
@@ -219,15 +225,17 @@ def in_different_calls(world, changes):
     calls.PATIENCE_S, calls.PERIOD_S = 0.3, 0.1
     said = []
     for options, (batch, heads, dtype) in changes:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=10))
         shards = sequence_shards(24, order="contiguous", group=group)
-        usual = [torch.randn(2, shards.rows, 4, 8) for _ in range(3)]
+        usual = [torch.randn(2, shards.rows, 4, 8, device=world.device) for _ in range(3)]
         for _ in range(2):
             ring_attention(*usual, shards)
         odd = world.rank == world.size - 1
-        inputs = [torch.randn(batch, shards.rows, heads, 8, dtype=getattr(torch, dtype)) for _ in range(3)]
+        shape, kind = (batch, shards.rows, heads, 8), {"dtype": getattr(torch, dtype), "device": world.device}
+        inputs = [torch.randn(shape, **kind) for _ in range(3)]
         with pytest.raises((RanksDisagreeError, RuntimeError)) as caught:
-            ring_attention(*inputs, shards, **options) if odd else ring_attention(*usual, shards)
+            called_and_awaited(shards, usual, *((inputs, options) if odd else (usual, {})))
         said.append(f"{type(caught.value).__name__}: {caught.value}")
     return said
 
