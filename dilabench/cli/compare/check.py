@@ -93,7 +93,7 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Sessions are added until every case is decided (slower, faster, or no change above 10 % or the threshold seen), or
+    Sessions are added until every case is slower, faster, or no change above 10 % or the threshold is seen, or until
     the budget ends. A case that looks slower or faster is measured again in fresh sessions, and only these decide. One
     stored session is enough; more of them (`baseline save --add`) find smaller changes. Exit codes: 0 fine, 3 another
     machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with --fail-on undecided), 8 nothing

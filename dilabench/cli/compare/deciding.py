@@ -46,13 +46,15 @@ def check_again(against: str, *options: str) -> str:
 
 
 def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", add_to: str | None = None) -> list[str]:
-    """The command that measures a record again in as many sessions as its undecided rows need; empty if none would.
+    """The command that measures a record again in as many sessions as its imprecise rows need; empty if none would.
 
     `add_to`: the baseline that the sessions are added to; they must then suffice on either side. If sessions decide
     some rows only, the text says how many, and what the others need.
     """
-    undecided = [pair.verdict.numbers for pair in pairs if pair.verdict.undecided]
-    needed = [number.sessions_needed if add_to is None else number.both_needed for number in undecided]
+    from dilabench.comparison.comparison import imprecise_pairs
+
+    numbers = [pair.verdict.numbers for pair in imprecise_pairs(pairs)]
+    needed = [number.sessions_needed if add_to is None else number.both_needed for number in numbers]
     known = [sessions for sessions in needed if sessions is not None]
     run = _run_again(record)
     if not known or not run:
