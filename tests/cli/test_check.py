@@ -185,11 +185,22 @@ def test_the_run_that_decides_has_its_own_folder_and_sessions(make_row, make_rec
         for sessions in needed
     ]
     run = "`dilabench run quick --lengths 1K --sessions 8 -o more-sessions`"
-    command, *others = longer_run(record, pairs, "main")
-    assert command == f"{run}, then `dilabench baseline save main more-sessions/* --add`{rest}"
+    command, *others = longer_run(record, pairs, "SAVE")
+    assert command == f"{run}, then `SAVE`{rest}"
     assert others == ([f"for the other 1: {OTHERWISE}"] if rest else [])
     script = record.model_copy(update={"argv": ("notebook.py",)})
-    assert longer_run(script, pairs, "main") == []
+    assert longer_run(script, pairs, "SAVE") == []
+
+
+@pytest.mark.usefixtures("baseline")
+@pytest.mark.parametrize(
+    ("against", "command"), [("base0", "more base0 more-sessions/*"), ("latest", "more base5 more-sessions/*")]
+)
+def test_against_a_run_the_sessions_that_decide_make_a_baseline_with_it(cli, measured, against, command):
+    """A run's id, its file or `latest` is no name of a baseline."""
+    measured.ratios, measured.spread = [1.0], 0.2
+    shown = cli("check", "--against", against, "--sessions", "3").stdout
+    assert f"then `dilabench baseline save {command}`" in " ".join(shown.split())
 
 
 @pytest.mark.usefixtures("baseline")

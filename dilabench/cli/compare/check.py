@@ -1,5 +1,6 @@
 """`dilabench check`: the gate of a CI job."""
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = "5m"
 # Most sessions of a baseline with --update: enough for a gate, and recent enough to follow the machine.
 MOST_SESSIONS = 10
+# The name of a baseline that is made of a run and further sessions.
+NEW_BASELINE = "more"
 
 
 class Format(StrEnum):
@@ -142,7 +145,7 @@ def check(
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     enough = gate.budget.sufficient(comparison)
     way_out = [check_again(against, *enough.split())] if enough else []
-    way_out = way_out or longer_run(baseline[-1], comparison.pairs, against) or [OTHERWISE]
+    way_out = way_out or longer_run(baseline[-1], comparison.pairs, _save_command(store, against, baseline)) or [OTHERWISE]
     if github_summary:
         append_summary(verdict_view.as_markdown(comparison, code, way_out))
     if as_json or form is Format.JSON:
@@ -154,6 +157,15 @@ def check(
     if update and code is ExitCode.OK:
         _save(store, against, [*baseline, *gate.complete])
     raise typer.Exit(code)
+
+
+def _save_command(store: "Store", against: str, records: Sequence[RunRecord]) -> str:
+    """The command that adds the runs in `more-sessions` to a baseline, or makes one of them and the run `against`."""
+    known, save = store.baselines.all(), ("dilabench", "baseline", "save")
+    if against in known:
+        return f"{shlex.join([*save, against])} more-sessions/* --add"
+    run = records[-1].run_id if against == "latest" else against
+    return f"{shlex.join([*save, NEW_BASELINE, run])} more-sessions/*" + (" --replace" if NEW_BASELINE in known else "")
 
 
 def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:
