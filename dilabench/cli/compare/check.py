@@ -145,7 +145,9 @@ def check(
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     enough = gate.budget.sufficient(comparison)
     way_out = [check_again(against, *enough.split())] if enough else []
-    way_out = way_out or longer_run(baseline[-1], comparison.pairs, _save_command(store, against, baseline)) or [OTHERWISE]
+    if not way_out:
+        save = _save_command(store, against, baseline)
+        way_out = longer_run(baseline[-1], comparison.pairs, save) or [OTHERWISE]
     if github_summary:
         append_summary(verdict_view.as_markdown(comparison, code, way_out))
     if as_json or form is Format.JSON:
