@@ -326,20 +326,27 @@ def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
         where = axis.where(_places(places, rows))
         if kind is Decided.WON:
             probable = [place for place in places if (ranking := rows[place].ranking) and ranking.probable]
-            doubt = ""
-            if probable:
-                at = "" if len(probable) == len(places) else f" {axis.where(_places(probable, rows))}"
-                doubt = f" ({PROBABLY}{at}: {HOW_TO_PROVE})"
+            doubt = _doubt(probable, places, rows, axis, PROBABLY)
             yield f"{fastest}{where}: {name}{timed}{doubt}"
             fastest = ""
         elif kind is Decided.TIE:
-            yield f"no difference proven {where} between {name}{timed}"
+            few = [place for place in places if (ranking := rows[place].ranking) and ranking.too_few_rounds]
+            yield f"no difference proven {where} between {name}{timed}{_doubt(few, places, rows, axis)}"
         elif kind is Decided.ALONE and over_ranks and all(_is_one_device(rows[place]) for place in places):
             continue
         elif kind is Decided.ALONE:
             yield f"only {name} was measured {where}{timed}: no comparison"
         else:
             yield f"not measured {where}: {name}"
+
+
+def _doubt(
+    doubtful: Sequence[int], places: Sequence[int], rows: Sequence[AnswerRow], axis: Axis, word: str = ""
+) -> str:
+    """In brackets what would prove a difference at those of the places that are doubtful; empty without any."""
+    at = "" if len(doubtful) == len(places) else axis.where(_places(doubtful, rows))
+    where = " ".join(filter(None, (word, at)))
+    return f" ({': '.join(filter(None, (where, HOW_TO_PROVE)))})" if doubtful else ""
 
 
 def _is_one_device(row: AnswerRow) -> bool:
