@@ -10,8 +10,8 @@ from dilabench.machine import Machine
 from dilabench.metadata import (
     COUNTERS,
     FEW_SAMPLES,
-    LABELS,
     INTERFERENCE,
+    LABELS,
     LAUNCH_BOUND,
     NOTES,
     SPARSITY_REACHED,
