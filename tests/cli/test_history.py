@@ -156,6 +156,15 @@ def test_the_history_of_one_run_draws_nothing(cli, make_row, make_record, tmp_pa
     assert json.loads(text.split('id="data">')[1].split("</script>")[0])["plots"] == {}
 
 
+def test_cases_of_one_run_follow_those_that_can_be_compared(cli, make_row, make_record, tmp_path):
+    for run_id, names in (("a", ("gather", "strided")), ("b", ("strided",))):
+        rows = [make_row(name, position=place) for place, name in enumerate(names)]
+        Archive().add(make_record(rows, run_id=run_id))
+    assert cli("history", "-f", "html", "-o", "page.html").exit_code == 0
+    cases = (tmp_path / "page.html").read_text().split('<h2 id="cases">')[1]
+    assert cases.index("strided") < cases.index("<summary>1 case with fewer than two times") < cases.index("gather")
+
+
 @pytest.mark.parametrize(("runs", "verdict"), [(1, "1 run"), (2, "2 runs"), (3, "3 runs"), (4, None), (6, None)])
 def test_a_history_too_short_for_steps_says_so_and_is_not_green(cli, make_row, make_record, tmp_path, runs, verdict):
     for day in range(1, runs + 1):
