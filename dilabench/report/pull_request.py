@@ -1,5 +1,6 @@
 """Markdown to paste into a pull request, or for a job's summary: the answer or the verdict first, details folded."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -84,8 +85,12 @@ def of_matrix(matrix: Matrix, verdicts: Sequence[str]) -> str:
 
 
 def _with_commands(text: str) -> str:
-    """A text in which commands between backticks stay so."""
-    return "`".join(part if place % 2 else escaped(part) for place, part in enumerate(text.split("`")))
+    """A line in which commands between backticks stay so, and other text is escaped."""
+    parts = re.split("(`[^`]*`)", text)
+    return "".join(
+        part if place % 2 else re.sub(r"\S.*\S|\S", lambda match: escaped(match[0]), part)
+        for place, part in enumerate(parts)
+    )
 
 
 def _changes(case: CaseMatrix) -> bool:
