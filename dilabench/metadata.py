@@ -233,7 +233,9 @@ WORK_KEPT = NoteKind(
     "times",
     disqualifies=True,
 )
-CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
+CHOSEN = NoteKind(
+    "chosen", "what the library took, and how long it took to choose, before any timed call", "ns", seen="choosing took"
+)
 UNCHECKED = NoteKind("unchecked", "the pattern's plug-in failed to give the figures that the time is checked against")
 
 # Notes of `dilabench doctor` on a machine; no row has these.

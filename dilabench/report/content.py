@@ -308,8 +308,8 @@ class NoteGroup:
 
     @property
     def brief(self) -> str:
-        """The note itself if it is the only one, else the number of rows and the meaning of its kind."""
-        if self.count == 1:
+        """The note itself if all rows have the same, else the number of rows and the meaning of its kind."""
+        if len(self.texts) == 1:
             return self.texts[0][0]
         return f"{self.count} rows: {self.meaning}" + (f"; {self.hint}" if self.hint else "")
 
