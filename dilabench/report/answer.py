@@ -116,12 +116,13 @@ class Answer:
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns without information are omitted.
 
-        No cells if nothing was measured: the sentence says why.
+        Only rows that were measured: the sentence says why others were not.
         """
-        if not any(row.ranking for row in self.rows):
+        rows = [row for row in self.rows if row.ranking]
+        if not rows:
             return (), (), frozenset()
         columns = (Column(name=self.axis.name, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
-        texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
+        texts = {column.name: [column.value_text(row) for row in rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
         if set(texts["batch"]) == {"1"}:
             shown = [column for column in shown if column.name != "batch"]

@@ -62,6 +62,7 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "--budget decides it); no difference proven at 4K between fused and gather; only gather was measured at 16K: "
         "no comparison; not measured at 32K: budget of 5 s used up."
     )
+    assert [cells[0] for cells in found.table()[1]] == ["1K", "2K", "4K", "8K", "16K"]
 
 
 @pytest.mark.parametrize(
