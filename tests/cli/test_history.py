@@ -1,6 +1,7 @@
 """`dilabench history`."""
 
 import json
+import re
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_trend_with_its_step(cli):
     assert "slower" in step
     assert any("failed: killed by SIGSEGV" in line for line in lines)
     assert sum("[case" in line for line in lines) == 2
+    assert len(set(re.findall("machine ([0-9a-f]+)", result.stdout))) == 2
 
 
 @pytest.mark.usefixtures("runs")
@@ -75,6 +77,7 @@ def test_another_timer_is_no_step(cli, make_row, make_record):
         row = make_row(seed=day, **({"timer": "hot", "ns": 5e6} if day % 8 > 3 else {}))
         Archive().add(make_record([row], run_id=f"day{day}", started_at=f"2026-01-{day:02}T00:00:00+00:00"))
     shown = cli("history", "strided").stdout
+    assert "machine" not in shown, "one machine needs no name"
     assert shown.count("hot") == shown.count("wall") == 8
     assert "<- step" not in shown
 
