@@ -203,9 +203,9 @@ def unknown_name(
     """
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
-    known_names = (
-        f"known: {', '.join(choices) or 'none'}" if len(choices) <= MOST_SHOWN else f"{len(choices)} are known"
-    )
+    known_names = f"known: {', '.join(choices) or 'none'}"
+    if len(choices) > MOST_SHOWN:
+        known_names = f"{len(choices)} are known, those of a plug-in once its package is installed"
     hint = f"did you mean {listed(near, 'or')}?" if near else known_names
     lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
     missing = f"; ignored because it is broken: plug-in {lacking}" if lacking else ""

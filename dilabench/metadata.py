@@ -173,7 +173,7 @@ FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number 
 UNCHECKED_SAMPLES = NoteKind(
     "unchecked_samples", "samples dropped because their process ended before its timed calls were checked", "count"
 )
-THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down; share of slots", "share")
+THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down", "share", seen="share of the samples")
 INTERFERENCE = NoteKind("interference", "measured alone, its time differs from that in interleaved rounds", "share")
 NOT_INTERLEAVED = NoteKind(
     "not_interleaved", "timed alone because memory or the budget did not suffice, so without pairs"
@@ -194,8 +194,8 @@ LAUNCH_BOUND = NoteKind(
     seen="host",
     limit="GPU",
 )
-LAUNCH_EXPOSED = NoteKind("launch_exposed", "launching takes longer than can be hidden: samples hold gaps", "ns")
-NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not flushed; size of one set", "bytes")
+LAUNCH_EXPOSED = NoteKind("launch_exposed", "launching takes longer than the timer can hide", "ns")
+NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not flushed", "bytes", seen="inputs")
 BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
@@ -233,7 +233,9 @@ WORK_KEPT = NoteKind(
     "times",
     disqualifies=True,
 )
-CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
+CHOSEN = NoteKind(
+    "chosen", "what the library took, and how long it took to choose, before any timed call", "ns", seen="choosing took"
+)
 UNCHECKED = NoteKind("unchecked", "the pattern's plug-in failed to give the figures that the time is checked against")
 
 # Notes of `dilabench doctor` on a machine; no row has these.
@@ -308,13 +310,23 @@ def refuse_unknown(what: Literal["label", "counter", "note"], keys: Iterable[str
 
 
 def note_figures(note: Note) -> str:
-    """What was observed and its limit, in the note's unit: 'seen 5, limit 20'; empty if it has no figures."""
+    """What was observed and its limit, in the note's unit: 'seen 5, limit 20'; empty if it has no figures.
+
+    Figures of the message are not repeated.
+    """
     if note.observed is None:
         return ""
     kind = NOTES.get(note.code, NoteKind(note.code, ""))
     shown = _FORMATS[kind.unit]
-    limit = "" if note.threshold is None else f", {kind.limit} {shown(note.threshold)}"
-    return f"{kind.seen} {shown(note.observed)}{limit}"
+    figures = {kind.seen: shown(note.observed)}
+    if note.threshold is not None:
+        figures[kind.limit] = shown(note.threshold)
+    said = (
+        f"{word} {text}"
+        for word, text in figures.items()
+        if not re.search(rf"\b{re.escape(text.lstrip('-'))}(?!\w)", note.message)
+    )
+    return ", ".join(said)
 
 
 def note_text(note: Note) -> str:

@@ -11,6 +11,7 @@ from dilabench.machine import Machine
 from dilabench.metadata import (
     COUNTERS,
     FEW_SAMPLES,
+    INTERFERENCE,
     LABELS,
     LAUNCH_BOUND,
     NOTES,
@@ -18,6 +19,7 @@ from dilabench.metadata import (
     STREAM_WALL_NS,
     TRAFFIC,
     WAY,
+    note_figures,
     note_text,
     refuse_unknown,
     traffic_key,
@@ -79,7 +81,7 @@ def test_values_are_read_as_their_type(make_row):
     [
         (LAUNCH_BOUND.note("m", observed=353_000, threshold=268_000), "m (host 353 µs, GPU 268 µs)"),
         (FEW_SAMPLES.note("m", observed=5, threshold=20, hint="h"), "m (seen 5, limit 20); h"),
-        (NOTES["no_flush"].note("m", observed=2**30), "m (seen 1.0 GiB)"),
+        (NOTES["no_flush"].note("m", observed=2**30), "m (inputs 1.0 GiB)"),
         (NOTES["interference"].note("m", observed=-0.037, threshold=0.03), "m (seen -3.7%, limit 3.0%)"),
         (Note(code="ours:heat", message="m", observed=1234.5), "m (seen 1.23e+03)"),
         (Note(code="streamed", message="m"), "m"),
@@ -87,6 +89,19 @@ def test_values_are_read_as_their_type(make_row):
 )
 def test_a_note_is_shown_in_its_unit(note, text):
     assert note_text(note) == text
+
+
+@pytest.mark.parametrize(
+    ("message", "figures"),
+    [
+        ("no figure", "seen 17.5%, limit 8.3%"),
+        ("it is 17.5% slower", "limit 8.3%"),
+        ("17.5% with at most 8.3%", ""),
+        ("117.5% is another figure", "seen 17.5%, limit 8.3%"),
+    ],
+)
+def test_figures_of_the_message_are_not_repeated(message, figures):
+    assert note_figures(INTERFERENCE.note(message, observed=0.175, threshold=0.083)) == figures
 
 
 def test_what_travels_is_counted_under_registered_keys():

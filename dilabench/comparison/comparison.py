@@ -81,6 +81,12 @@ class Comparison:
         )
 
 
+def imprecise_pairs(pairs: Sequence[ComparedPair]) -> list[ComparedPair]:
+    """The undecided pairs that more sessions can decide; if there is none, the pairs that they can narrow."""
+    imprecise = [pair for pair in pairs if pair.verdict.imprecise]
+    return [pair for pair in imprecise if pair.verdict.undecided] or imprecise
+
+
 def is_measured(row: Row | None) -> bool:
     """The row has samples of an output that was verified."""
     return row is not None and isinstance(row.outcome, Measured) and row.outcome.verification.passed

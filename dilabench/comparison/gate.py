@@ -101,7 +101,7 @@ def until_decided(
     again: Callable[[CaseIds, int], int],
     policy: Policy,
 ) -> Comparison:
-    """The verdicts on all cases, each from the look that decided it.
+    """The verdicts on all cases, each from the look that decided it as precisely as is wanted, else from the last.
 
     measure(cases, n): measures n sessions of the cases and returns their records; empty if it cannot. further(cases,
     n): how many sessions to measure next of cases that have n; 0 ends the looks. again(cases, n): how many fresh
@@ -112,7 +112,7 @@ def until_decided(
         records += measure(cases, count)
         look += 1
         comparison = looked_at(records, cases, measure, judge, again, replace(policy, look=look))
-        judged, cases = cases, {pair.candidate.case_id for pair in comparison.pairs if pair.verdict.undecided}
+        judged, cases = cases, {pair.candidate.case_id for pair in comparison.pairs if pair.verdict.imprecise}
         final = final.updated(comparison, judged)
     return final
 

@@ -66,7 +66,7 @@ def _withdrawn(verdict: Verdict) -> Verdict:
         code=Code.UNDECIDED,
         cause=Cause.THROTTLED,
         numbers=replace(verdict.numbers, p_slower=None, p_faster=None),
-        reason=f"{verdict.reason}; but heat or power delivery slowed the GPU down in more than a fifth of the slots",
+        reason=f"{verdict.reason}; but heat or power delivery slowed the GPU down in more than a fifth of the rounds",
         hint="improve cooling or lower the power limit, then measure again (`dilabench doctor`)",
     )
 

@@ -330,11 +330,13 @@ class WorkloadGroupRun:
             return
         floor = self._executor.method.min_samples
         if run.samples < floor:
-            message = f"n<{floor}, no CI: {self._executor.used_up(f'after {run.samples} samples')}"
+            message = (
+                f"fewer than {floor} samples, so no interval: {self._executor.used_up(f'after {run.samples} samples')}"
+            )
             state.notes.append(FEW_SAMPLES.note(message, observed=run.samples, threshold=floor))
         heated = sum(bool(COOL_DOWN_REASONS.intersection(slot.throttle)) for slot in run.slots) / len(run.slots)
         if heated > THROTTLED_SHARE:
-            message = f"the GPU was slowed down by heat or power delivery in {heated:.0%} of the slots"
+            message = f"the GPU was slowed down by heat or power delivery in {heated:.0%} of the rounds"
             hint = "improve cooling or lower the power limit, then repeat"
             state.notes.append(THROTTLED.note(message, observed=heated, threshold=THROTTLED_SHARE, hint=hint))
 

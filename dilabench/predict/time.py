@@ -109,14 +109,20 @@ def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
 
 
 def seconds_like(case: Case, rows: Sequence[Row], took_s: Mapping[str, float]) -> float:
-    """Predict the seconds of a case from measured rows, which took `took_s`, in proportion to its length."""
+    """Predict the seconds of a case from measured rows, which took `took_s`.
+
+    Calls beyond the longest of them grow with the FLOPs, verification, which samples rows, with the keys.
+    """
     measured = [row for row in rows if row.case.case_id in took_s]
     longest = max(measured, key=lambda row: flops(row.case.workload))
     assert isinstance(longest.outcome, Measured)
-    beyond = max(0.0, flops(case.workload) / max(1, flops(longest.case.workload)) - 1)
+    workload, known = case.workload, longest.case.workload
+    more_flops = max(0.0, flops(workload) / max(1, flops(known)) - 1)
+    more_keys = max(0.0, workload.tokens / known.tokens - 1)
     calls_ns = [sample for timing in longest.outcome.timings for sample in timing.samples_ns]
-    growing_s = (longest.outcome.verification.duration_ns + CALLS_PER_CASE * median(calls_ns or [0])) * 1e-9
-    return max(took_s[longest.case.case_id], sum(took_s.values()) / len(took_s)) + beyond * growing_s
+    growing_ns = more_flops * CALLS_PER_CASE * median(calls_ns or [0])
+    growing_ns += min(more_keys, more_flops) * longest.outcome.verification.duration_ns
+    return max(took_s[longest.case.case_id], sum(took_s.values()) / len(took_s)) + growing_ns * 1e-9
 
 
 def _shown_s(outcome: Measured) -> float:

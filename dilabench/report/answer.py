@@ -116,12 +116,13 @@ class Answer:
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns without information are omitted.
 
-        No cells if nothing was measured: the sentence says why.
+        Only rows that were measured: the sentence says why others were not.
         """
-        if not any(row.ranking for row in self.rows):
+        rows = [row for row in self.rows if row.ranking]
+        if not rows:
             return (), (), frozenset()
         columns = (Column(name=self.axis.name, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
-        texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
+        texts = {column.name: [column.value_text(row) for row in rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
         if set(texts["batch"]) == {"1"}:
             shown = [column for column in shown if column.name != "batch"]
@@ -326,20 +327,27 @@ def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
         where = axis.where(_places(places, rows))
         if kind is Decided.WON:
             probable = [place for place in places if (ranking := rows[place].ranking) and ranking.probable]
-            doubt = ""
-            if probable:
-                at = "" if len(probable) == len(places) else f" {axis.where(_places(probable, rows))}"
-                doubt = f" ({PROBABLY}{at}: {HOW_TO_PROVE})"
+            doubt = _doubt(probable, places, rows, axis, PROBABLY)
             yield f"{fastest}{where}: {name}{timed}{doubt}"
             fastest = ""
         elif kind is Decided.TIE:
-            yield f"no difference proven {where} between {name}{timed}"
+            few = [place for place in places if (ranking := rows[place].ranking) and ranking.too_few_rounds]
+            yield f"no difference proven {where} between {name}{timed}{_doubt(few, places, rows, axis)}"
         elif kind is Decided.ALONE and over_ranks and all(_is_one_device(rows[place]) for place in places):
             continue
         elif kind is Decided.ALONE:
             yield f"only {name} was measured {where}{timed}: no comparison"
         else:
             yield f"not measured {where}: {name}"
+
+
+def _doubt(
+    doubtful: Sequence[int], places: Sequence[int], rows: Sequence[AnswerRow], axis: Axis, word: str = ""
+) -> str:
+    """In brackets what would prove a difference at those of the places that are doubtful; empty without any."""
+    at = "" if len(doubtful) == len(places) else axis.where(_places(doubtful, rows))
+    where = " ".join(filter(None, (word, at)))
+    return f" ({': '.join(filter(None, (where, HOW_TO_PROVE)))})" if doubtful else ""
 
 
 def _is_one_device(row: AnswerRow) -> bool:

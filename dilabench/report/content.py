@@ -135,6 +135,19 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     )
 
 
+def without_skipped(tables: Iterable[WorkloadTable]) -> tuple[WorkloadTable, ...]:
+    """The tables, sections and rows that are more than dashes: skipped rows are listed with their reasons."""
+    kept = []
+    for table in tables:
+        sections = [
+            replace(section, rows=tuple(row for row in section.rows if row.status != "skipped"))
+            for section in table.sections
+        ]
+        if shown := tuple(section for section in sections if section.rows):
+            kept.append(replace(table, sections=shown))
+    return tuple(kept)
+
+
 def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -> tuple[str, ...]:
     """How the figures were estimated, and the meaning of the marks that these columns of the tables use."""
     tables = tuple(tables)
@@ -295,8 +308,8 @@ class NoteGroup:
 
     @property
     def brief(self) -> str:
-        """The note itself if it is the only one, else the number of rows and the meaning of its kind."""
-        if self.count == 1:
+        """The note itself if all rows have the same, else the number of rows and the meaning of its kind."""
+        if len(self.texts) == 1:
             return self.texts[0][0]
         return f"{self.count} rows: {self.meaning}" + (f"; {self.hint}" if self.hint else "")
 

@@ -16,6 +16,7 @@ from dilabench.report.content import (
     note_groups,
     reproduce_command,
     unmeasured,
+    without_skipped,
     workload_tables,
 )
 from dilabench.report.findings import Section as Finding
@@ -76,8 +77,8 @@ def _lines(
 
 
 def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
-    """A table per workload with these columns, and what their marks mean."""
-    tables = workload_tables(record)
+    """A table per workload with these columns, without skipped rows, and what their marks mean."""
+    tables = without_skipped(workload_tables(record))
     for table in tables:
         yield from ("", f"### {escaped(table.title)}")
         for section in table.sections:

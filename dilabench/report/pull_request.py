@@ -1,5 +1,6 @@
 """Markdown to paste into a pull request, or for a job's summary: the answer or the verdict first, details folded."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -45,11 +46,14 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
 
 
 def of_comparison(comparison: Comparison, verdict: str) -> str:
-    """The verdict of a comparison, what changed with its reasons, and what did not, folded."""
+    """The verdict of a comparison, what changed with its reasons, and what did not, folded.
+
+    verdict: its lines as a terminal shows them, the verdict in the last one.
+    """
     changed = [pair for pair in comparison.pairs if _matters(pair)]
     same = [pair for pair in comparison.pairs if not _matters(pair)]
-    title, *rest = verdict.splitlines()
-    lines = [f"### dilabench: {escaped(title)}", *(line for text in rest for line in ("", escaped(text)))]
+    *ways, title = verdict.splitlines()
+    lines = [f"### dilabench: {escaped(title)}", *(line for text in ways for line in ("", _with_commands(text)))]
     if changed:
         lines += ["", *_compared(changed)]
         for pair in changed:
@@ -78,6 +82,15 @@ def of_matrix(matrix: Matrix, verdicts: Sequence[str]) -> str:
     lines += [line for text in matrix.warnings for line in ("", f"> {escaped(text)}")]
     parts = [("Without a proven change", list(_matrix_lines(matrix, same)) if any(case.pairs for case in same) else [])]
     return _limited(lines, [*parts, ("Not compared", [f"- {escaped(text)}" for text in texts.lacking(matrix)])])
+
+
+def _with_commands(text: str) -> str:
+    """A line in which commands between backticks stay so, and other text is escaped."""
+    parts = re.split("(`[^`]*`)", text)
+    return "".join(
+        part if place % 2 else re.sub(r"\S.*\S|\S", lambda match: escaped(match[0]), part)
+        for place, part in enumerate(parts)
+    )
 
 
 def _changes(case: CaseMatrix) -> bool:

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +25,7 @@ from dilabench.report.content import (
     note_groups,
     time_spent,
     unmeasured,
+    without_skipped,
     workload_tables,
 )
 from dilabench.report.findings import Section as Finding
@@ -80,8 +80,7 @@ def to_text(
         if not finding.answers and (finding.rows or not finding.plots):
             _print_finding(console, finding)
     if not details:
-        # Skipped rows are listed below with their reasons; as lines of a table they are dashes.
-        tables = tuple(filter(None, map(_without_skipped, tables)))
+        tables = without_skipped(tables)
     if details or columns or len(tables) <= MAX_TABLES:
         shown = {column.name for table in tables for column in _print_table(console, table, wanted)}
         if notes := footnotes(tables, [column for column in wanted if column.name in shown]):
@@ -121,16 +120,6 @@ def in_brief(record: RunRecord) -> str:
         omitted = counted(len(lines) - most + 1, "more line")
         lines[most - 1 :] = [f"… {omitted}: `dilabench report {record.run_id}`"]
     return "\n".join([*lines, *end])
-
-
-def _without_skipped(table: WorkloadTable) -> WorkloadTable | None:
-    """The table without skipped rows and sections of such; None if no row is left."""
-    sections = [
-        replace(section, rows=tuple(row for row in section.rows if row.status != "skipped"))
-        for section in table.sections
-    ]
-    kept = tuple(section for section in sections if section.rows)
-    return replace(table, sections=kept) if kept else None
 
 
 def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column]) -> list[Column]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from dilabench.comparison.across import compare_across, refuse_other_machine
-from dilabench.comparison.comparison import Comparison, Selection, is_measured
+from dilabench.comparison.comparison import Comparison, Selection, imprecise_pairs, is_measured
 from dilabench.comparison.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.comparison.relative import require_reference
 from dilabench.engine.progress import Progress
@@ -80,13 +80,13 @@ class SessionBudget:
         )
 
     def sufficient(self, final: Comparison) -> str | None:
-        """The budget option that should decide the undecided cases; None if no budget would."""
-        undecided = [pair for pair in final.pairs if pair.verdict.undecided]
-        numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
+        """The budget option that should decide the undecided cases, or narrow the others; None if no budget would."""
+        imprecise = imprecise_pairs(final.pairs)
+        numbers = [pair.verdict.numbers for pair in imprecise if pair.verdict.numbers.sessions_needed is not None]
         if not numbers:
             return None
         needed = max(max(number.sessions_needed or 0, 2 * number.sessions) for number in numbers)
-        session_s = self.session_s({pair.candidate.case_id for pair in undecided})
+        session_s = self.session_s({pair.candidate.case_id for pair in imprecise})
         return budget_option((needed + 2 * LOOK_SESSIONS[0]) * session_s)
 
 

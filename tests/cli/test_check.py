@@ -120,8 +120,8 @@ def test_sessions_are_added_while_the_budget_holds_them(cli, measured, monkeypat
     """Time passes only while something is measured, 12 s a session. At the end one is kept for a second measurement."""
     clock = partial(SessionBudget, clock=lambda: 12.0 * sum(count for _, count in measured.asked))
     monkeypatch.setattr(against_baseline, "SessionBudget", clock)
-    measured.ratios, measured.spread = [1.0] * 9, 0.1
-    result = cli("check", "--against", "main", "--budget", "60s", "--fail-on", "undecided")
+    measured.ratios, measured.spread = [1.0] * 9, 0.2
+    result = cli("check", "--against", "main", "--budget", "61s", "--fail-on", "undecided")
     assert result.exit_code == 7, result.stdout
     assert [count for _, count in measured.asked] == [3, 1]
     to_decide, verdict = result.stdout.splitlines()[-2:]
@@ -142,15 +142,21 @@ def test_the_budget_that_should_decide_is_named(make_row, make_record):
 
 
 @pytest.mark.usefixtures("baseline")
-def test_sessions_that_lie_too_far_apart_for_the_baseline_need_a_larger_one(cli, measured, monkeypatch):
+@pytest.mark.parametrize(
+    ("spread", "purpose", "verdict"), [(0.09, "to exclude smaller changes", "ok"), (0.2, "to decide", "UNDECIDED")]
+)
+def test_sessions_that_lie_too_far_apart_for_the_baseline_need_a_larger_one(
+    cli, measured, monkeypatch, spread, purpose, verdict
+):
     clock = partial(SessionBudget, clock=lambda: 12.0 * sum(count for _, count in measured.asked))
     monkeypatch.setattr(against_baseline, "SessionBudget", clock)
-    measured.ratios, measured.spread = [1.0] * 9, 0.09
+    measured.ratios, measured.spread = [1.0] * 9, spread
     result = cli("check", "--against", "main")
     assert [count for _, count in measured.asked] == [3, 3, 6, 10]
     to_decide = " ".join(result.stdout.split())
     assert re.search(
-        r"--sessions \d+ -o more-sessions` \(about [\d.]+ min\), then `dilabench baseline save main more-sessions/",
+        purpose + r": .*--sessions \d+ -o more-sessions` \(about [\d.]+ min\), then `dilabench baseline save main "
+        rf"more-sessions/\* --add` verdict: {verdict} \(",
         to_decide,
     )
 
@@ -179,11 +185,22 @@ def test_the_run_that_decides_has_its_own_folder_and_sessions(make_row, make_rec
         for sessions in needed
     ]
     run = "`dilabench run quick --lengths 1K --sessions 8 -o more-sessions`"
-    command, *others = longer_run(record, pairs, "main")
-    assert command == f"{run}, then `dilabench baseline save main more-sessions/* --add`{rest}"
+    command, *others = longer_run(record, pairs, "SAVE")
+    assert command == f"{run}, then `SAVE`{rest}"
     assert others == ([f"for the other 1: {OTHERWISE}"] if rest else [])
     script = record.model_copy(update={"argv": ("notebook.py",)})
-    assert longer_run(script, pairs, "main") == []
+    assert longer_run(script, pairs, "SAVE") == []
+
+
+@pytest.mark.usefixtures("baseline")
+@pytest.mark.parametrize(
+    ("against", "command"), [("base0", "more base0 more-sessions/*"), ("latest", "more base5 more-sessions/*")]
+)
+def test_against_a_run_the_sessions_that_decide_make_a_baseline_with_it(cli, measured, against, command):
+    """A run's id, its file or `latest` is no name of a baseline."""
+    measured.ratios, measured.spread = [1.0], 0.2
+    shown = cli("check", "--against", against, "--sessions", "3").stdout
+    assert f"then `dilabench baseline save {command}`" in " ".join(shown.split())
 
 
 @pytest.mark.usefixtures("baseline")

@@ -1,6 +1,7 @@
 """`dilabench history`."""
 
 import json
+import re
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_trend_with_its_step(cli):
     assert "slower" in step
     assert any("failed: killed by SIGSEGV" in line for line in lines)
     assert sum("[case" in line for line in lines) == 2
+    assert len(set(re.findall("machine ([0-9a-f]+)", result.stdout))) == 2
 
 
 @pytest.mark.usefixtures("runs")
@@ -75,6 +77,7 @@ def test_another_timer_is_no_step(cli, make_row, make_record):
         row = make_row(seed=day, **({"timer": "hot", "ns": 5e6} if day % 8 > 3 else {}))
         Archive().add(make_record([row], run_id=f"day{day}", started_at=f"2026-01-{day:02}T00:00:00+00:00"))
     shown = cli("history", "strided").stdout
+    assert "machine" not in shown, "one machine needs no name"
     assert shown.count("hot") == shown.count("wall") == 8
     assert "<- step" not in shown
 
@@ -154,6 +157,15 @@ def test_the_history_of_one_run_draws_nothing(cli, make_row, make_record, tmp_pa
     text = (tmp_path / "page.html").read_text()
     assert "strided" in text
     assert json.loads(text.split('id="data">')[1].split("</script>")[0])["plots"] == {}
+
+
+def test_cases_of_one_run_follow_those_that_can_be_compared(cli, make_row, make_record, tmp_path):
+    for run_id, names in (("a", ("gather", "strided")), ("b", ("strided",))):
+        rows = [make_row(name, position=place) for place, name in enumerate(names)]
+        Archive().add(make_record(rows, run_id=run_id))
+    assert cli("history", "-f", "html", "-o", "page.html").exit_code == 0
+    cases = (tmp_path / "page.html").read_text().split('<h2 id="cases">')[1]
+    assert cases.index("strided") < cases.index("<summary>1 case with fewer than two times") < cases.index("gather")
 
 
 @pytest.mark.parametrize(("runs", "verdict"), [(1, "1 run"), (2, "2 runs"), (3, "3 runs"), (4, None), (6, None)])

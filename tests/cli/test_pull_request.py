@@ -2,10 +2,11 @@
 
 import pytest
 
+from dilabench.comparison.comparison import Comparison
 from dilabench.plugins.manager import discover
 from dilabench.record import Failed
 from dilabench.report.findings import sections_of
-from dilabench.report.pull_request import MOST_CHARACTERS, of_run
+from dilabench.report.pull_request import MOST_CHARACTERS, of_comparison, of_run
 
 
 def test_the_answer_stands_before_what_is_folded(make_row, make_record):
@@ -50,3 +51,23 @@ def test_no_job_no_summary(cli, monkeypatch):
     refused = cli("report", "latest", "--github-summary")
     assert refused.exit_code == 2
     assert "-f pull-request" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "markdown"),
+    [
+        (
+            "to decide: `run a_b --budget 10s` (about 3_4 s), then `x`",
+            "to decide: `run a_b --budget 10s` (about 3\\_4 s), then `x`",
+        ),
+        ("`x` or `y", "`x` or \\`y"),
+        ("no command", "no command"),
+    ],
+)
+def test_commands_that_decide_can_be_copied(line, markdown):
+    verdict = "verdict: UNDECIDED (no pairs; exit code 0)"
+    assert of_comparison(Comparison(pairs=()), f"{line}\n{verdict}").splitlines() == [
+        f"### dilabench: {verdict}",
+        "",
+        markdown,
+    ]

@@ -35,8 +35,8 @@ def test_a_longer_case_takes_as_long_as_the_longest_and_more_for_its_verificatio
     took_s = case_seconds(rows, 20.0)
     alike, longest = (seconds_like(make_row("gather", seq_len=n).case, rows, took_s) for n in (192, 384))
     assert alike == pytest.approx(16.0)
-    # dense attention over twice the length is four times the work: three more verifications and ten more calls each
-    assert longest == pytest.approx(16.0 + 3 * (3.0 + 10 * 0.01), rel=0.02)
+    # Dense attention over twice the length is four times the work: one more verification and three times ten calls.
+    assert longest == pytest.approx(16.0 + 3.0 + 3 * 10 * 0.01, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from dilabench.metadata import DENSITY_REACHED, SPARSITY_REACHED
 from dilabench.plugins.axis import DENSITY, LENGTH, RANKS
 from dilabench.record import Row, Skipped
-from dilabench.report.answer import answer
+from dilabench.report.answer import HOW_TO_PROVE, answer
 from dilabench.suites.range.findings import analyse as growth
 
 DILATED = {"kind": "dilated", "segment_lengths": (2048, 4096), "dilation_rates": (1, 2)}
@@ -62,6 +62,20 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "--budget decides it); no difference proven at 4K between fused and gather; only gather was measured at 16K: "
         "no comparison; not measured at 32K: budget of 5 s used up."
     )
+    assert [cells[0] for cells in found.table()[1]] == ["1K", "2K", "4K", "8K", "16K"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "doubt"), [((9, 9), ""), ((3, 9), " (at 1K: {})"), ((3, 3), " ({})")], ids=["none", "some", "all"]
+)
+def test_a_tie_without_enough_rounds_in_common_says_so(row, record, rounds, doubt) -> None:
+    rows = [
+        row(name, ms, length, turn=turn, rounds=count)
+        for length, count in zip((1024, 2048), rounds, strict=True)
+        for turn, (name, ms) in enumerate({"fused": 4.0, "gather": 4.01}.items())
+    ]
+    sentence = answer(record(*rows), LENGTH).sentence
+    assert sentence == f"No difference proven at 1K and 2K between fused and gather{doubt.format(HOW_TO_PROVE)}."
 
 
 @pytest.mark.parametrize("lengths", [(1024,), (1024, 2048, 4096), (512, 1024, 2048, 4096, 8192)])

@@ -74,11 +74,14 @@ def test_notes_of_one_kind_are_counted_and_severe_ones_come_first(record: RunRec
         (ABOVE_PEAK_FLOPS.meaning, True, 1),
         (LAUNCH_BOUND.meaning, False, 2),
     ]
-    assert groups[1].brief == f"2 rows: {LAUNCH_BOUND.meaning}; try a graph"
     ((head, *lines),) = groups[1].texts
-    assert head == "2 rows: late; try a graph"
+    assert groups[1].brief == head == "2 rows: late; try a graph"
     names = [f"{row_name(row)} (host {micros} µs, GPU 2 µs)" for row, micros in zip(rows, ("5", "7"), strict=False)]
     assert [", ".join(line.partition(": ")[2] for line in lines)] == [", ".join(names)]
+
+    rows[1] = noted(measured[1], LAUNCH_BOUND.note("later", hint="try a graph"))
+    _, differing = note_groups(record.model_copy(update={"rows": tuple(rows)}))
+    assert differing.brief == f"2 rows: {LAUNCH_BOUND.meaning}; try a graph"
 
 
 def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> None:

@@ -21,7 +21,7 @@ from dilabench.report import columns, markdown, tidy
 from dilabench.report import json as as_json
 from dilabench.report.answer import answer
 from dilabench.report.columns import ABSENT, COLUMNS, Column, chosen_columns, row_name
-from dilabench.report.content import ESTIMATES, footnotes, workload_tables
+from dilabench.report.content import ESTIMATES, footnotes, without_skipped, workload_tables
 from dilabench.report.continuous_benchmarking import render_bencher, render_github_action
 from dilabench.report.findings import sections_of
 from dilabench.report.html.data import PageData
@@ -154,7 +154,7 @@ def markdown_cells(text: str) -> list[dict[str, str]]:
 def test_markdown_and_terminal_show_the_numbers_of_the_exports(record: RunRecord) -> None:
     exported = {line["case_id"]: line for line in tidy.cases(record)}
     shown = ["median", "mean", "std", "peak mem."]
-    lines = [line for one in workload_tables(record) for line in one.rows]
+    lines = [line for table in without_skipped(workload_tables(record)) for line in table.rows]
     written = markdown_cells(markdown.to_text(record, columns=shown))
     terminal = terminal_text(record, width=300, columns=shown)
     for line, cells in zip(lines, written, strict=True):
@@ -172,14 +172,12 @@ def test_the_answer_shows_the_numbers_of_the_exports(record: RunRecord) -> None:
     suites = discover().catalogue.suites
     found = answer(record, suites.get(record.suite).axis if record.suite in suites else LENGTH)
     names, lines, _ = found.table()
-    # Without a time to quote there is no table.
-    for row, cells in zip(found.rows if any(row.ranking for row in found.rows) else (), lines, strict=True):
-        if row.fastest is not None:
-            shown, figures = dict(zip(names, cells, strict=True)), exported[row.fastest.case.case_id]
-            assert shown["time"] == format_latency(figures["median_ns"])
-            assert shown["verified"] == view_of(row.fastest).verified
-            if figures["peak_bytes"] is not None:
-                assert shown["memory"] == format_bytes(figures["peak_bytes"])
+    for fastest, cells in zip(filter(None, (row.fastest for row in found.rows)), lines, strict=True):
+        shown, figures = dict(zip(names, cells, strict=True)), exported[fastest.case.case_id]
+        assert shown["time"] == format_latency(figures["median_ns"])
+        assert shown["verified"] == view_of(fastest).verified
+        if figures["peak_bytes"] is not None:
+            assert shown["memory"] == format_bytes(figures["peak_bytes"])
 
 
 def test_plots_and_the_history_hold_the_same_numbers(record: RunRecord, tmp_path: Path) -> None:

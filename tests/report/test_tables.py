@@ -18,6 +18,7 @@ from dilabench.record import (
     Timing,
     Verification,
 )
+from dilabench.report import markdown
 from dilabench.report.columns import COLUMNS, NAMING_COLUMNS, DisplayRow
 from dilabench.report.content import footnotes, workload_tables
 from dilabench.report.findings import render, sections_of
@@ -236,6 +237,7 @@ def test_rows_that_the_budget_skipped_are_one_line_and_no_dashes(make_row, make_
     assert tables.count("implementation") == len(measured_lengths)
     assert tables.count("budget of 5 s") == (len(measured_lengths) < len(lengths))
     assert not re.search("(gather|strided).*skipped", text)
+    assert not re.search(r"\| (gather|strided) .*\| skipped", markdown.to_text(record))
     assert "budget of 5 s used up" in " ".join(answer.split()) or len(measured_lengths) == len(lengths)
     assert ("fastest" in answer) == bool(measured_lengths)
     assert re.search("(gather|strided).*skipped", to_text(record, width=120, details=True)) or "used up" not in answer

@@ -83,18 +83,37 @@ def test_the_spread_is_calibrated_or_that_of_the_sessions_at_hand_or_assumed(
 @pytest.mark.parametrize(("ratio", "code"), [(4.5, Code.SLOWER), (1 / 4.5, Code.FASTER), (1.01, Code.SAME)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_one_session_on_each_side_decides_by_the_assumed_spread(device, ratio, code):
-    """A change that it cannot exclude is undecided, with the sessions that would decide it."""
     sides = [compared(stored([log(1e7)]), stored([log(ratio * 1e7)]))]
     policy = Policy.for_device(device)
     (estimate,) = estimate_stored(sides, default=policy.spread)
     verdict = decide(estimate, policy)
-    if (device, code) == ("cpu", Code.SAME):
-        assert verdict.code is Code.UNDECIDED
-        assert f"{verdict.numbers.both_needed} sessions on either side should decide" in verdict.hint
-        assert "is not excluded" in verdict.reason
-    else:
-        assert verdict.code is code
+    assert verdict.code is code
+    # 5 % between sessions of a CPU: "no change above 16 % seen", which further sessions narrow.
+    assert verdict.imprecise is ((device, code) == ("cpu", Code.SAME))
     assert verdict.reason.endswith(f"one session each, assumed to spread by {policy.spread:.0%}".replace("%", " %"))
+
+
+@pytest.mark.parametrize(("ratio", "undecided"), [(1.03, False), (1.2, True)])
+def test_a_coarse_no_change_needs_an_interval_that_reaches_into_the_margin(ratio, undecided):
+    """A threshold of the user's is the resolution; without one, a change that is likely stays undecided."""
+    (estimate,) = estimate_stored([compared(stored([log(1e7)]), stored([log(ratio * 1e7)]))], default=0.05)
+    verdict = decide(estimate, Policy.for_device("cpu"))
+    given = decide(estimate, Policy.for_device("cpu", user_margin=0.1))
+    assert (verdict.undecided, given.undecided) == (undecided, True)
+    if undecided:
+        assert "is not excluded" in verdict.reason
+        assert f"{verdict.numbers.both_needed} sessions on either side should decide" in verdict.hint
+
+
+@pytest.mark.parametrize("change", [0.0, 0.05, 0.1, 0.15, 0.2])
+def test_no_change_against_one_stored_session_is_seldom_said_below_the_true_change(change):
+    draws = np.random.default_rng(5).normal(log(1e7), 0.05, (400, 7))
+    draws[:, 1:] += log(1 + change)
+    sides = [compared(stored(draw[:1], 5), stored(draw[1:], 5)) for draw in draws]
+    verdicts = [decide(estimate, Policy.for_device("cpu")) for estimate in estimate_stored(sides, default=0.05)]
+    same = [verdict.numbers.unchanged_within for verdict in verdicts if verdict.code is Code.SAME]
+    assert sum(within < change for within in same) <= 0.07 * len(verdicts)
+    assert change > 0 or len(same) >= 0.85 * len(verdicts)
 
 
 @pytest.mark.parametrize("spread", [0.04, 0.05, 0.06])
@@ -111,7 +130,7 @@ def test_as_many_sessions_as_are_said_to_be_needed_show_the_same_mostly(spread):
 
 
 def test_a_baseline_too_small_for_its_spread_is_named_with_the_size_that_would_do():
-    base = stored(log(1e7) + 0.11 * np.array([-1, 1, 0, 1, -1]))
+    base = stored(log(1e7) + 0.17 * np.array([-1, 1, 0, 1, -1]))
     verdict = decide(estimate_from_history(base, stored([log(1e7)] * 3)), POLICY)
     assert (verdict.code, verdict.cause) == (Code.UNDECIDED, Cause.IMPRECISE)
     assert verdict.numbers.sessions_needed is None

@@ -1,5 +1,6 @@
 """`dilabench check`: the gate of a CI job."""
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = "5m"
 # Most sessions of a baseline with --update: enough for a gate, and recent enough to follow the machine.
 MOST_SESSIONS = 10
+# The name of a baseline that is made of a run and further sessions.
+NEW_BASELINE = "more"
 
 
 class Format(StrEnum):
@@ -93,7 +96,7 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Sessions are added until every case is decided (slower, faster, or no change above 10 % or the threshold seen), or
+    Sessions are added until every case is slower, faster, or no change above 10 % or the threshold is seen, or until
     the budget ends. A case that looks slower or faster is measured again in fresh sessions, and only these decide. One
     stored session is enough; more of them (`baseline save --add`) find smaller changes. Exit codes: 0 fine, 3 another
     machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with --fail-on undecided), 8 nothing
@@ -142,7 +145,9 @@ def check(
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     enough = gate.budget.sufficient(comparison)
     way_out = [check_again(against, *enough.split())] if enough else []
-    way_out = way_out or longer_run(baseline[-1], comparison.pairs, against) or [OTHERWISE]
+    if not way_out:
+        save = _save_command(store, against, baseline)
+        way_out = longer_run(baseline[-1], comparison.pairs, save) or [OTHERWISE]
     if github_summary:
         append_summary(verdict_view.as_markdown(comparison, code, way_out))
     if as_json or form is Format.JSON:
@@ -154,6 +159,15 @@ def check(
     if update and code is ExitCode.OK:
         _save(store, against, [*baseline, *gate.complete])
     raise typer.Exit(code)
+
+
+def _save_command(store: "Store", against: str, records: Sequence[RunRecord]) -> str:
+    """The command that adds the runs in `more-sessions` to a baseline, or makes one of them and the run `against`."""
+    known, save = store.baselines.all(), ("dilabench", "baseline", "save")
+    if against in known:
+        return f"{shlex.join([*save, against])} more-sessions/* --add"
+    run = records[-1].run_id if against == "latest" else against
+    return f"{shlex.join([*save, NEW_BASELINE, run])} more-sessions/*" + (" --replace" if NEW_BASELINE in known else "")
 
 
 def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:

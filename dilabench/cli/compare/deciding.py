@@ -45,23 +45,25 @@ def check_again(against: str, *options: str) -> str:
     return f"`{shlex.join(['dilabench', 'check', '--against', against, *options])}`"
 
 
-def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", add_to: str | None = None) -> list[str]:
-    """The command that measures a record again in as many sessions as its undecided rows need; empty if none would.
+def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", save: str | None = None) -> list[str]:
+    """The command that measures a record again in as many sessions as its imprecise rows need; empty if none would.
 
-    `add_to`: the baseline that the sessions are added to; they must then suffice on either side. If sessions decide
+    `save`: the command that adds the sessions, in the folder `more-sessions`, to a baseline; they must then suffice on
+    either side. If sessions decide
     some rows only, the text says how many, and what the others need.
     """
-    undecided = [pair.verdict.numbers for pair in pairs if pair.verdict.undecided]
-    needed = [number.sessions_needed if add_to is None else number.both_needed for number in undecided]
+    from dilabench.comparison.comparison import imprecise_pairs
+
+    numbers = [pair.verdict.numbers for pair in imprecise_pairs(pairs)]
+    needed = [number.sessions_needed if save is None else number.both_needed for number in numbers]
     known = [sessions for sessions in needed if sessions is not None]
     run = _run_again(record)
     if not known or not run:
         return []
     lasts = f" (about {format_seconds(max(known) * record.duration_s)})" if record.duration_s else ""
     command = f"`{run} --sessions {max(known)}`{lasts}"
-    if add_to is not None:
-        save = shlex.join(["dilabench", "baseline", "save", add_to])
-        command = f"`{run} --sessions {max(known)} -o more-sessions`{lasts}, then `{save} more-sessions/* --add`"
+    if save is not None:
+        command = f"`{run} --sessions {max(known)} -o more-sessions`{lasts}, then `{save}`"
     if len(known) < len(needed):
         rows = counted(len(needed), "row")
         return [f"{command}, for {len(known)} of {rows}", f"for the other {len(needed) - len(known)}: {OTHERWISE}"]

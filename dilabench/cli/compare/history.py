@@ -1,6 +1,7 @@
 """`dilabench history`: stored runs, and the trend of a case with its steps."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -149,9 +150,11 @@ def _show_cases(groups: "Sequence[Sequence[CaseEntry]]", limit: int | None, as_j
         ]
         say(json.dumps(document, indent=2, ensure_ascii=False))
         return
+    machines = Counter(group[0].case_id for group in groups)
     for group in groups:
         first, steps = group[0], _steps(group)
-        title = f"{_title(first)} [case {first.case_id}, machine {first.run.machine}]"
+        machine = f", machine {first.run.machine}" if machines[first.case_id] > 1 else ""
+        title = f"{_title(first)} [case {first.case_id}{machine}]"
         print_items(title, CASE_COLUMNS, [TrendLine(entry, steps.get(entry.run.file)) for entry in group[newest]])
         say()
 

@@ -191,7 +191,7 @@ def noise_line(calibration: Calibration | None) -> str:
 
 
 def final_lines(comparison: "Comparison", code: ExitCode, way_out: Sequence[str] = ()) -> str:
-    """The verdict that a CI log ends with; before it the commands that decide what is undecided.
+    """The verdict that a CI log ends with; before it the commands that decide what is undecided, or narrow the rest.
 
     "ok" is said only if something was decided and nothing is worse.
     """
@@ -208,7 +208,9 @@ def final_lines(comparison: "Comparison", code: ExitCode, way_out: Sequence[str]
     else:
         word = "slower or larger, which is not gated here" if anything_worse(comparison) else "ok"
     verdict = f"verdict: {word} ({', '.join(parts) or 'no pairs'}; exit code {int(code)})"
-    ways = [f"to decide: {text}" for text in way_out] if counts[Code.UNDECIDED] else []
+    narrows = any(pair.verdict.imprecise for pair in comparison.pairs)
+    purpose = "to decide" if counts[Code.UNDECIDED] else "to exclude smaller changes" if narrows else ""
+    ways = [f"{purpose}: {text}" for text in way_out] if purpose else []
     return "\n".join([*ways, verdict])
 
 

@@ -167,7 +167,7 @@ function curves({ points, xTitle, yTitle, joined = true, unit = "", linearX = fa
   const xs = [...new Set(points.map((point) => point.x))].sort((a, b) => a - b);
   const shown = xs.filter((_, index) => (xs.length - 1 - index) % Math.ceil(xs.length / 10) === 0);
   const lengths = isLength(xTitle);
-  const axis = lengths ? { values: shown, labelExpr: "datum.value >= 1073741824 && datum.value % 268435456 == 0 ? datum.value / 1073741824 + 'G' : datum.value >= 1048576 && datum.value % 262144 == 0 ? datum.value / 1048576 + 'M' : datum.value >= 1024 && datum.value % 256 == 0 ? datum.value / 1024 + 'K' : format(datum.value, ',')", labelOverlap: "greedy" } : points.every((point) => Number.isInteger(point.x)) ? { format: "d", tickMinStep: 1 } : {};
+  const axis = lengths ? { values: shown, labelExpr: "datum.value >= 1073741824 && datum.value % 268435456 == 0 ? datum.value / 1073741824 + 'G' : datum.value >= 1048576 && datum.value % 262144 == 0 ? datum.value / 1048576 + 'M' : datum.value >= 1024 && datum.value % 256 == 0 ? datum.value / 1024 + 'K' : format(datum.value, ',')", labelOverlap: "greedy" } : points.every((point) => Number.isInteger(point.x)) ? { format: "d", values: shown, labelOverlap: "greedy" } : {};
   const positive = points.every((point) => point.x > 0 && point.y > 0);
   const span = (values) => Math.max(...values) / Math.min(...values);
   const logX = positive && !linearX && span(xs) > 3, logY = positive && span(points.map((point) => point.y)) > 3;

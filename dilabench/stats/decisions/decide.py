@@ -4,6 +4,10 @@ With m = ln(1 + delta): SLOWER if a slow-down beyond m is proven, FASTER if a sp
 claim in 200 comparisons. Otherwise SAME ("no change above x % seen") if the interval lies within the resolution,
 UNDECIDED if it reaches further. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 
+A stored session that may be 4 % off cannot show that nothing changed by 10 %. Sessions at different times therefore
+have a coarser resolution, too: within it they are SAME if the interval reaches into the margin, and more sessions
+narrow it.
+
 Many comparisons are corrected: uncorrected, 132 pairs give six false alarms at 5 %. Holm controls the chance of any
 false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
 """
@@ -29,6 +33,9 @@ MIN_CHANGE_NS = 2_000.0
 RESOLUTION = 0.10
 """Without a threshold of the user's, "no change above x % seen" is an answer up to this x."""
 
+STORED_RESOLUTION = 0.25
+"""The same against stored sessions, if the interval reaches into the margin: a slow-down that one of them shows."""
+
 MOST_SESSIONS = 50
 """A difference that needs more sessions than this is not decided by more of them."""
 
@@ -37,17 +44,18 @@ MOST_SESSIONS = 50
 class Policy:
     """How to decide; one per device of a record.
 
-    user_margin: relative change of interest, as a fraction. resolution: SAME is claimed if no larger change can be
-    excluded. spread: default sd between sessions of identical code, in log units. sigma_sessions: the measured one, and
-    sigma_aa that of the ratio of interleaved rounds, None when `dilabench calibrate` has not run. min_change_ns:
-    absolute change of interest. confidence: of the two-sided interval. error_rate: of all claims of one direction
-    together. look: number of this look at data that still grow, counted from one. Each look may err half as often as
-    the one before (Bonferroni's inequality). power: of the minimum detectable effect.
+    user_margin: relative change of interest, as a fraction. resolution, stored_resolution: SAME is claimed if all
+    larger changes are excluded. spread: default sd between sessions of identical code, in log units. sigma_sessions:
+    the measured one, and sigma_aa that of the ratio of interleaved rounds, None when `dilabench calibrate` has not run.
+    min_change_ns: absolute change of interest. confidence: of the two-sided interval. error_rate: of all claims of one
+    direction together. look: number of this look at data that still grow, counted from one. Each look may err half as
+    often as the one before (Bonferroni's inequality). power: of the minimum detectable effect.
     Raises ConfigError for a value out of range.
     """
 
     user_margin: float = CUDA.margin
     resolution: float = RESOLUTION
+    stored_resolution: float = STORED_RESOLUTION
     spread: float = CUDA.session_spread
     sigma_aa: float | None = None
     sigma_sessions: float | None = None
@@ -58,7 +66,7 @@ class Policy:
     power: float = 0.80
 
     def __post_init__(self) -> None:
-        for name in ("user_margin", "resolution", "spread", "min_change_ns"):
+        for name in ("user_margin", "resolution", "stored_resolution", "spread", "min_change_ns"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must not be negative; use 0 to switch it off")
         for name in ("sigma_aa", "sigma_sessions"):
@@ -83,6 +91,7 @@ class Policy:
         return cls(
             user_margin=facts.margin if user_margin is None else user_margin,
             resolution=RESOLUTION if user_margin is None else user_margin,
+            stored_resolution=STORED_RESOLUTION if user_margin is None else user_margin,
             spread=facts.session_spread,
             sigma_aa=sigma_aa,
             sigma_sessions=sigma_sessions,
@@ -130,7 +139,8 @@ def decide(estimate: Estimate, policy: Policy) -> Verdict:
     elif numbers.p_faster is not None and numbers.p_faster <= policy.alpha:
         code, cause = Code.FASTER, Cause.PROVEN
     if cause is Cause.IMPRECISE:
-        numbers = _with_sessions_needed(numbers, estimate, margin, policy)
+        resolution = policy.stored_resolution if code is Code.UNDECIDED and numbers.stored else policy.resolution
+        numbers = _with_sessions_needed(numbers, estimate, margin, max(resolution, margin), policy)
     return _verdict(code, cause, numbers, margin)
 
 
@@ -140,7 +150,15 @@ def _unclaimed(numbers: Numbers, margin: float, policy: Policy) -> tuple[Code, C
         return Code.UNDECIDED, Cause.TOO_FEW_ROUNDS
     if numbers.unchanged_within <= max(policy.resolution, margin):
         return Code.SAME, Cause.PROVEN
+    if numbers.stored and numbers.unchanged_within <= policy.stored_resolution and _reaches(numbers, margin):
+        return Code.SAME, Cause.IMPRECISE
     return Code.UNDECIDED, Cause.IMPRECISE
+
+
+def _reaches(numbers: Numbers, margin: float) -> bool:
+    """Return True if the interval of the ratio holds a change within the margin."""
+    low, high = numbers.ratio_low, numbers.ratio_high
+    return low is not None and high is not None and low <= 1 + margin and high >= 1 / (1 + margin)
 
 
 def _verdict(code: Code, cause: Cause, numbers: Numbers, margin: float) -> Verdict:
@@ -150,7 +168,7 @@ def _verdict(code: Code, cause: Cause, numbers: Numbers, margin: float) -> Verdi
         numbers=numbers,
         threshold=margin,
         reason=f"{_finding(code, numbers)}; {evidence([numbers])}",
-        hint=_hint(cause, numbers),
+        hint="" if code is Code.SAME else _hint(cause, numbers),
     )
 
 
@@ -192,9 +210,11 @@ def _p_beyond(excess: float, estimate: Estimate) -> float:
     return 0.0 if excess > 0 else 1.0
 
 
-def _with_sessions_needed(numbers: Numbers, estimate: Estimate, margin: float, policy: Policy) -> Numbers:
+def _with_sessions_needed(
+    numbers: Numbers, estimate: Estimate, margin: float, resolution: float, policy: Policy
+) -> Numbers:
     """The numbers with the sessions that should decide: with probability `power`, given this spread and this change."""
-    theta, df, limit = abs(estimate.log_ratio), estimate.df, log1p(max(policy.resolution, margin))
+    theta, df, limit = abs(estimate.log_ratio), estimate.df, log1p(resolution)
     reach = t_quantile(df, (1 + policy.confidence) / 2)
     # Standard errors at which unchanged code lies within the resolution, and this change beyond the margin.
     unchanged = min((limit - theta) / reach, limit / (reach + t_quantile(df, (1 + policy.power) / 2)))

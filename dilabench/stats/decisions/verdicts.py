@@ -83,9 +83,14 @@ class Verdict:
         return self.code is Code.SLOWER
 
     @property
-    def undecided(self) -> bool:
-        """More sessions, or rounds, can decide it."""
+    def imprecise(self) -> bool:
+        """More sessions, or rounds, can decide it, or narrow what they exclude."""
         return self.cause in (Cause.IMPRECISE, Cause.MULTIPLICITY)
+
+    @property
+    def undecided(self) -> bool:
+        """It is imprecise and claims nothing."""
+        return self.imprecise and self.code is Code.UNDECIDED
 
     @property
     def flagged(self) -> bool:
