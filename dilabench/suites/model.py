@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
-from dilabench.errors import EnvironmentNotReady
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.models import ITSELF
 from dilabench.plugins.builtin.workloads import document_length, drawn_bounds
@@ -14,13 +14,15 @@ from dilabench.report.columns import ABSENT, COLUMNS, row_name
 from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
-from dilabench.units import format_latency, format_ratio, percent_text, significant
-from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
+from dilabench.units import format_count, format_latency, format_ratio, percent_text, significant
+from dilabench.workload.spec import GENERATE, UNBOUNDED, Workload, WorkloadRequest
 
 NS_PER_MS = 1e6
 # What runs without --config: its preset and lengths.
 ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
-STEPS = {"both": "training step", "forward": "prefill"}
+# What a step is called over its table, and what a row does in the answer.
+STEPS = {"both": "training step", "forward": "first token", GENERATE: "next token"}
+DOES = {"both": "makes a step", "forward": "gives the first token", GENERATE: "gives a token"}
 COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "vs sdpa")
 NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 
@@ -58,10 +60,21 @@ def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadReques
         planner = planner.asking(presets=(name,), lengths=request.lengths or lengths)
     for asked in planner.workload_requests([{}]):
         if not request.options.get("packed"):
-            yield asked
+            yield from _steps_of(asked)
+        elif asked.mode == GENERATE:
+            raise ConfigError("mode generate and --packed: packed documents fill no cache; leave out one of them")
         else:
             bounds = drawn_bounds(asked.seq_len, document_length)
             yield asked.model_copy(update={"layout": "packed", "cu_seqlens": bounds, "batch_size": 1})
+
+
+def _steps_of(asked: WorkloadRequest) -> Iterator[WorkloadRequest]:
+    """The request itself, or the prefill and the token after it that are generated."""
+    if asked.mode != GENERATE:
+        yield asked
+    else:
+        prefill = asked.model_copy(update={"mode": "forward", "query_len": None})
+        yield from (prefill, prefill.model_copy(update={"query_len": asked.query_len or 1}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +90,11 @@ class Steps:
         """The share of a step that is attention; None if no row without attention is faster: launches are the limit."""
         without = self.without.median_ns if self.without else view.median_ns
         return None if without >= view.median_ns else 1 - without / view.median_ns
+
+    @property
+    def step(self) -> str:
+        """The kind of step, as in `STEPS`."""
+        return _kind(self.shape)
 
     @property
     def plain(self) -> RowView | None:
@@ -123,9 +141,13 @@ def _steps(record: RunRecord) -> Iterator[Steps]:
     for shape, views in groups.items():
         without = [view for view in views if view.row.case.workload.window == ITSELF]
         rows = tuple(view for view in views if view not in without)
-        heading = f"{shape.label()} · {STEPS.get(shape.mode, shape.mode)}"
+        heading = f"{shape.label()} · {STEPS[_kind(shape)]}"
         if rows:
             yield Steps(heading=heading, shape=shape, rows=rows, without=next(iter(without), None))
+
+
+def _kind(shape: Workload) -> str:
+    return shape.mode if shape.query_len is None else GENERATE
 
 
 def _dense(steps: Steps) -> tuple[RowView, ...]:
@@ -137,7 +159,8 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     shape, plain, rivals = steps.shape, steps.plain, _dense(steps)
     assert shape.model is not None
     packed = " packed" if shape.layout == "packed" else ""
-    place = f"{shape.model.name} at {shape.length_label()}{packed}"
+    place = f"{shape.model.name} at {format_count(shape.seq_len)}{packed}"
+    does, step = DOES[steps.step], STEPS[steps.step]
     if not rivals:
         return f"{place}: no row with dense attention has a time."
     best, *others = sorted(rivals, key=lambda view: view.median_ns)
@@ -145,17 +168,17 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     other = plain if plain is not best else next(iter(others), None)
     if plain is None or other is None:
         own = "" if share is None else f", {percent_text(share)} of it attention"
-        return f"{place}: `{name}` makes a step in {format_latency(best.median_ns)}{own}."
+        return f"{place}: `{name}` {does} in {format_latency(best.median_ns)}{own}."
     compared, theirs = versus(steps, other if best is plain else best), steps.share(other)
     if compared is not None and compared.faster is not None:
         times = significant(other.median_ns / best.median_ns, 2)
-        text = f"{place}: `{name}` makes a step {times} times as fast as `{row_name(other.row)}`"
+        text = f"{place}: `{name}` {does} {times} times as fast as `{row_name(other.row)}`"
     else:
         both = f"{format_latency(best.median_ns)} and {format_latency(other.median_ns)}"
-        text = f"{place}: `{name}` and `{row_name(other.row)}` make a step in {both}, too close to decide"
+        text = f"{place}, {step}: `{name}` and `{row_name(other.row)}` take {both}, too close to decide"
     if share is None or theirs is None:
         return f"{text}."
-    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s step, {percent_text(share)} of `{name}`'s"
+    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s time, {percent_text(share)} of `{name}`'s"
     return f"{text}; attention is {shares}."
 
 

@@ -38,6 +38,8 @@ from dilabench.workload.model import ModelShape, with_heads
 from dilabench.workload.work import flops_per_pair
 
 Mode = Literal["forward", "backward", "both"]
+# Of a request: a prefill and the tokens after it, two workloads of a model.
+GENERATE = "generate"
 DType = Literal["float64", "float32", "float16", "bfloat16"]
 Layout = Literal["padded", "packed"]
 Window = tuple[int, int]
@@ -87,7 +89,8 @@ class Workload(Extended):
     `value_dim`: channels of values and out, None for `head_dim`. `softcap` c: scores s become c·tanh(s/c), after the
     scale and before masks.
     `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
-    losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
+    losses of all tokens and their gradients, in mode `forward` the last hidden states, with `query_len` the logits of
+    tokens that are generated one by one. None: attention alone.
     """
 
     later: ClassVar = _ADDED
@@ -353,7 +356,7 @@ class WorkloadRequest(Extended):
     causal: bool = True
     window: Window = UNBOUNDED
     scale: float | None = None
-    mode: Mode = "forward"
+    mode: Mode | Literal["generate"] = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: Annotated[int | None, READ_COUNT] = None
@@ -439,6 +442,10 @@ class WorkloadRequest(Extended):
 
         Raises ConfigError when the shape is impossible.
         """
+        if self.mode == GENERATE:
+            raise ConfigError(
+                "mode 'generate' is two workloads of a model, which suite `model` plans; use mode forward"
+            )
         fields = {**self.__dict__, "num_kv_heads": self.num_kv_heads or self.num_heads}
         fields["pattern"] = pattern_type(self.pattern).of_request(self.model_extra or {})
         if self.layout == "packed" and self.cu_seqlens is None:

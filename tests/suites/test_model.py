@@ -80,6 +80,16 @@ def test_modes_have_the_names_of_steps(catalogue):
         assert {case.case.workload.mode for case in plan(catalogue, workload={"mode": name})} == {mode}
 
 
+def test_generating_is_a_prefill_and_the_tokens_after_it(catalogue):
+    planned = plan(catalogue, workload={"mode": "generate"})
+    steps = {(case.case.workload.mode, case.case.workload.query_len) for case in planned}
+    assert steps == {("forward", None), ("forward", 1)}
+    with pytest.raises(ConfigError, match="--packed: packed documents fill no cache"):
+        plan(catalogue, workload={"mode": "generate"}, run={"options": {"packed": True}})
+    with pytest.raises(ConfigError, match="'generate' is two workloads of a model, which suite `model` plans"):
+        expand(catalogue, CPU, run_request(catalogue, suite="implementations", workload={"mode": "generate"}))
+
+
 def test_without_transformers_the_way_out_is_named(catalogue, monkeypatch):
     monkeypatch.setattr(type(catalogue), "find_module", lambda *_: None)
     with pytest.raises(EnvironmentNotReady, match=r"pip install 'dilabench\[transformers\]'"):
@@ -131,9 +141,14 @@ def without_attention_ns():
 
 
 @pytest.fixture
-def record(catalogue, make_row, make_record, without_attention_ns):
+def fields():
+    return {}
+
+
+@pytest.fixture
+def record(catalogue, make_row, make_record, without_attention_ns, fields):
     """Steps of 100 ms with SDPA, 40 ms with dilabench, and 20 ms without attention."""
-    workload = workload_request(catalogue, "llama_400m", {"seq_len": 32768}).resolve("float32")
+    workload = workload_request(catalogue, "llama_400m", {"seq_len": 32768, **fields}).resolve("float32")
 
     def row(name, ns, role="method", **changes):
         fields = dict(workload.replace(**changes))
@@ -152,7 +167,7 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
     assert section.answers
     assert section.sentence == (
         "llama_400m at 32K: `dilabench-model` makes a step 2.5 times as fast as `sdpa-model`; attention is 80 % of "
-        "`sdpa-model`'s step, 50 % of `dilabench-model`'s."
+        "`sdpa-model`'s time, 50 % of `dilabench-model`'s."
     )
     assert [row[1] for row in section.rows] == ["dilabench-model", "sdpa-model", "identity-model"]
     (plot,) = section.plots
@@ -160,6 +175,16 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
     rest, attention = (bars.values for bars in plot.bars)
     assert rest == pytest.approx((20, 20), rel=0.01)
     assert attention == pytest.approx((80, 20), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "does"),
+    [({"mode": "prefill"}, "gives the first token"), ({"mode": "prefill", "query_len": 1}, "gives a token")],
+    ids=str,
+)
+def test_a_step_that_generates_is_named_by_its_token(record, does):
+    (section,) = analyse(record)
+    assert f"`dilabench-model` {does} 2.5 times as fast as `sdpa-model`; attention is 80 %" in section.sentence
 
 
 @pytest.mark.parametrize("without_attention_ns", [101e6])

@@ -1,7 +1,10 @@
-"""The step of a model of transformers with one attention, as a module: losses of all tokens, or last hidden states."""
+"""The step of a model of transformers with one attention, as a module: losses of all tokens, last hidden states, or
+logits of tokens over a cache.
+"""
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,14 +29,19 @@ NO_ATTENTION = "no_attention"
 
 class ModelStep(nn.Module):
     """A step of a model on embeddings [B, N, E], packed [T, E]: the loss of each token, [B, N, 1] in float32, or in
-    mode `forward` the last hidden states [B, N, E] with the cache filled. Packed documents fill no cache.
+    mode `forward` the last hidden states [B, N, E], for which the cache is filled and the logits of the last token are
+    computed. Packed documents fill no cache.
 
-    The target of each token is drawn once. The table of embeddings is not part of the step, the head is.
+    With `query_len` M, of embeddings [B, M, E]: the logits [B, M, V] of tokens that are generated one after another,
+    behind the `prefix` [B, N - M, E], whose cache the first call fills.
+
+    Targets and the prefix are drawn once. The table of embeddings is not part of the step, the head is.
     """
 
     targets: Tensor
     bounds: Tensor
     places: Tensor
+    prefix: Tensor
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         super().__init__()
@@ -44,6 +52,12 @@ class ModelStep(nn.Module):
         shape = workload.batch_size, workload.seq_len
         targets = torch.randint(workload.model.vocabulary, shape, generator=generator).to(model.device)
         self.register_buffer("targets", targets, persistent=False)
+        self._cache: Any = None
+        if workload.query_len is not None:
+            drawn = torch.Generator(model.device).manual_seed(SEED)
+            size = workload.batch_size, workload.first_row, workload.model.width
+            prefix = torch.randn(size, generator=drawn, device=model.device, dtype=model.dtype)
+            self.register_buffer("prefix", prefix, persistent=False)
         if workload.cu_seqlens is not None:
             bounds = torch.tensor(workload.cu_seqlens, dtype=torch.int32, device=model.device)
             self.register_buffer("bounds", bounds, persistent=False)
@@ -54,6 +68,8 @@ class ModelStep(nn.Module):
 
     def forward(self, x: Tensor, _key: Tensor | None = None, _value: Tensor | None = None) -> Tensor:
         """The result for all tokens; packed documents do not see each other."""
+        if self._workload.query_len is not None:
+            return self._generated(x)
         if self._workload.layout != "packed":
             return self.alone(x)
         # Copies, as each batch has its own.
@@ -68,19 +84,40 @@ class ModelStep(nn.Module):
         return self._result(x[None], self.targets, **documents)[0]
 
     def alone(self, x: Tensor, start: int = 0) -> Tensor:
-        """The result for the sequences [B, n, E] that begin at token `start`, each by itself."""
+        """The result for the sequences [B, n, E] that begin at token `start`, each by itself and without a cache."""
         workload = self._workload
+        rows = x.shape[1]
+        if workload.query_len is not None:
+            x = torch.cat([self.prefix, x], 1)
         options: dict[str, Any] = {}
         if self.model.config._attn_implementation == "eager" and not hides_nothing(workload):
-            shape = {"batch_size": 1, "seq_len": x.shape[1], "layout": "padded", "cu_seqlens": None}
+            shape = {"batch_size": 1, "seq_len": x.shape[1], "layout": "padded", "cu_seqlens": None, "query_len": None}
             options["attention_mask"] = _log_counts(workload.replace(**shape)).to(x.device, x.dtype)
-        targets = self.targets[:, start : start + x.shape[1]]
-        return self._result(x, targets, **options)
+        if workload.query_len is not None:
+            logits = self.model(inputs_embeds=x, use_cache=False, logits_to_keep=rows, **options).logits
+            return logits[:, -rows:].to(x.dtype)
+        return self._result(x, self.targets[:, start : start + rows], **options)
+
+    def start(self, prefix: Tensor) -> None:
+        """Continue another prefix [B, N - M, E]."""
+        self.prefix, self._cache = prefix, None
+
+    def _generated(self, x: Tensor) -> Tensor:
+        """Logits [B, M, V] of the tokens [B, M, E] that follow the prefix, a token for each call of the model."""
+        if self._cache is None:
+            self._cache = self.model.base_model(inputs_embeds=self.prefix, use_cache=True).cache
+        # A cache grows into new tensors, so that a copy of its layers leaves it as it is.
+        past = copy(self._cache)
+        past.layers = [copy(layer) for layer in past.layers]
+        logits = [self.model(inputs_embeds=token, cache=past, use_cache=True).logits for token in x.split(1, 1)]
+        return (logits[0] if len(logits) == 1 else torch.cat(logits, 1)).to(x.dtype)
 
     def _result(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         if self._workload.mode == "forward":
             fills_cache = self._workload.layout != "packed" and "attention_mask" not in options
             hidden: Tensor = self.model.base_model(inputs_embeds=x, use_cache=fills_cache, **options)[0]
+            # The rest of the time to the first token.
+            self.model.get_output_embeddings()(hidden[:, -1:])
             return hidden
         logits = self.model(inputs_embeds=x, use_cache=False, **options).logits
         logits = logits.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
@@ -132,14 +169,15 @@ def _values(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: A
 
 
 class _Values(torch.autograd.Function):
-    """The values of each query's own token, [B, N, H, D]. Gradients of query and key are there, and 0, so that the
-    layers before them have their backward pass.
+    """The values of each query's own token, [B, M, H, D], the last ones. Gradients of query and key are there, and 0,
+    so that the layers before them have their backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(query, key)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+        own = value[:, :, -query.shape[2] :]
+        return own.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The checks of a step of a model (takes = "model"), against the same model with other attentions.
 
-Two of two layers over a few documents, or one sequence, with the implementation built for them:
+Two of two layers over a few documents, or one sequence, or a few tokens that are generated one after another, with the
+implementation built for them:
 
 1. Results and all gradients against eager attention in float64. What is right is as far off as SDPA in the workload's
    dtype is: each error may be twice that of SDPA, and the worst row three times.
@@ -38,6 +39,9 @@ from dilabench.workload.visibility import hides_nothing
 LAYERS = 2
 # Documents of the short form, of unlike lengths, one of a single token; and the tokens of a padded one.
 DOCUMENTS, TOKENS = (61, 1, 96, 34), 192
+# Tokens of the short form of generated ones, and how many are generated, behind few: a key among few shows in half
+# precision, too.
+WITH_GENERATED, GENERATED = 60, 56
 # Times as long for patterns that are not dense, whose structures are longer.
 OF_PATTERN = 8
 # Errors that are allowed in those of SDPA, and in ulp beside them; the share of the largest gradient's norm below which
@@ -135,6 +139,8 @@ def short_form(workload: Workload) -> Workload:
         "batch_size": min(2, workload.batch_size),
         "seq_len": TOKENS * times,
     }
+    if workload.query_len is not None:
+        changes |= {"seq_len": WITH_GENERATED * times, "query_len": GENERATED}
     if workload.layout == "packed":
         bounds = (0, *accumulate(length * times for length in DOCUMENTS))
         changes |= {"cu_seqlens": bounds, "seq_len": bounds[-1]}
@@ -176,13 +182,21 @@ def _dependency(own: SecondSpec, eager: SecondSpec, short: Workload, x: Tensor, 
     """The check that one layer carries each token to the rows to which eager attention carries it, and to no others."""
     assert short.model is not None
     one = short.replace(mode="forward", model=short.model.model_copy(update={"layers": 1}))
-    module, reference = _built(own, one, device), _built(eager, one, device).double()
+    module: Any = _built(own, one, device)
+    reference: Any = _built(eager, one, device).double()
     ends = {bound for start, end in short.sequences for bound in (start, end - 1)}
-    probed = sorted({*ends, short.seq_len // 2, short.seq_len - 2})
+    before, last = short.first_row, short.seq_len - 1
+    probed = sorted({*ends, last // 2, last - 1, *([before - 1, before] if before else [])})
+    if before:
+        x = torch.cat([module.prefix, x], 1)
 
     def results(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if before:
+            module.start(tokens[:, :before])
+            reference.start(tokens[:, :before].double())
+        given = tokens[:, before:] if before else tokens
         with torch.no_grad():
-            return module(tokens, tokens, tokens), _by_documents(reference, one, tokens.double(), None).out
+            return module(given, given, given), _by_documents(reference, one, given.double(), None).out
 
     first, exact = results(x)
     # Kernels that add in another order each time are not equal in every bit.
@@ -240,7 +254,8 @@ def _errors(actual: Tensor, exact: Tensor) -> tuple[float, float]:
     difference = (actual.double() - exact.double()).flatten(0, -2).norm(dim=-1)
     # Losses have a mean, which is no measure of what they tell.
     wanted = exact.double().flatten(0, -2)
-    size = (wanted - wanted.mean(0)).norm(dim=-1).square().mean().sqrt().clamp_min(1e-300)
+    mean = wanted.mean(0) if wanted.shape[-1] == 1 else 0.0
+    size = (wanted - mean).norm(dim=-1).square().mean().sqrt().clamp_min(1e-300)
     return float(difference.square().mean().sqrt() / size), float(difference.max() / size)
 
 

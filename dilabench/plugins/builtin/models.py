@@ -16,6 +16,7 @@ _PLAIN = Capabilities(
     modes=frozenset({"forward", "both"}),
     window=False,
     causal=frozenset({True}),
+    last_rows=True,
 )
 
 

@@ -25,6 +25,7 @@ SECONDS = tuple(
 LLAMA = {"source": "llama", "layers": 3, "width": 64, "inner": 96, "vocabulary": 256}
 WINDOWED = {**LLAMA, "source": "mistral", "options": {"sliding_window": 40}}
 PACKED = {"layout": "packed", "cu_seqlens": (0, 50, 51, 130)}
+GENERATED = {"mode": "forward", "query_len": 1}
 
 
 def verified(target, model=LLAMA, **fields):
@@ -45,6 +46,8 @@ FORMS = [
     PACKED,
     {"batch_size": 2},
     {"mode": "forward"},
+    GENERATED,
+    pytest.param({"batch_size": 2, **GENERATED, "query_len": 3}, marks=pytest.mark.slow),
     pytest.param({"mode": "forward", **PACKED}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
     {"dtype": "bfloat16", **PACKED},
@@ -58,15 +61,16 @@ def test_attentions_that_are_right_pass(name, fields):
     assert verification.passed, why
 
 
-@pytest.mark.parametrize("fields", [{}, PACKED, {"mode": "forward"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, PACKED, {"mode": "forward"}, slow(GENERATED)], ids=str)
 def test_values_are_the_attention_of_a_window_of_each_token(fields):
     verification, why = verified(target_of("identity-model"), window=ITSELF, **fields)
     assert verification.passed, why
     assert not verified(target_of("identity-model"), **fields)[0].passed
 
 
-def test_windows_of_the_models_own_layers_are_right():
-    verification, why = verified(target_of("dilabench-model"), WINDOWED)
+@pytest.mark.parametrize("fields", [{}, slow(GENERATED)], ids=str)
+def test_windows_of_the_models_own_layers_are_right(fields):
+    verification, why = verified(target_of("dilabench-model"), WINDOWED, **fields)
     assert verification.passed, why
 
 
@@ -82,23 +86,30 @@ def test_a_pattern_is_compared_with_its_counts(fields):
 
 
 def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sliding_window=None, miss=None, **_):
-    """Attention by a mask for every pair, with one mistake."""
-    rows = torch.arange(query.shape[2])
+    """Attention by a mask for every pair, with one mistake; `miss` may be one in decoding alone."""
+    keys = torch.arange(key.shape[2])
+    rows = keys[-query.shape[2] :]
     groups = query.shape[1] // key.shape[1]
     is_last = module.layer_idx == 2
     if miss and miss.startswith("as timed "):
         miss = miss.removeprefix("as timed ") if len(rows) == AS_TIMED else None
-    seen = rows[:, None] >= rows
+    if miss and miss.startswith("decoding: "):
+        miss = miss.removeprefix("decoding: ") if len(rows) < len(keys) else None
+    seen = rows[:, None] >= keys
     if miss == "sees the next token":
-        seen = rows[:, None] + 1 >= rows
+        seen = rows[:, None] + 1 >= keys
     if miss == "does not see itself":
-        seen = (rows[:, None] > rows) | (rows[:, None] + rows == 0)
+        seen = (rows[:, None] > keys) | (rows[:, None] + keys == 0)
+    if miss == "the cache is one token late":
+        seen = seen & (rows[:, None] - keys != 1)
+    if miss == "the cache lacks its first token":
+        seen = seen & (keys > 0)
     if miss == "is not causal in one layer" and is_last:
         seen = torch.ones_like(seen)
     width = None if sliding_window is None else sliding_window + (miss == "window off by one")
     width = width if width is None or miss != "window too short by one" else width - 1
-    if width is not None:
-        seen = seen & (rows[:, None] - rows < width)
+    if width is not None and miss != "window ignored":
+        seen = seen & (rows[:, None] - keys < width)
     if cu_seq_lens_q is not None and miss != "documents leak":
         number = torch.searchsorted(cu_seq_lens_q.long(), rows, right=True)
         seen = seen & (number[:, None] == number)
@@ -131,6 +142,16 @@ MISSES = {
     "heads of keys in another order": {},
     "another scale in one layer": {},
     "no gradient of keys": {},
+    "decoding: the cache is one token late": GENERATED,
+    "decoding: window ignored": {"model": WINDOWED, **GENERATED},
+    "positions off by one": GENERATED,
+}
+MORE_MISSES = {
+    "decoding: does not see itself": GENERATED,
+    "decoding: the cache lacks its first token": GENERATED,
+    "decoding: window off by one": {"model": WINDOWED, **GENERATED},
+    "decoding: window too short by one": {"model": WINDOWED, **GENERATED},
+    "decoding: heads of keys in another order": GENERATED,
 }
 
 
@@ -142,7 +163,20 @@ def build_near_miss(workload, context):
 
     ALL_ATTENTION_FUNCTIONS.register("near_miss", lambda *given, **named: attend(*given, **named, miss=CHOSEN[0]))
     ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", lambda *_, **__: None)
-    return _built(workload, context, "near_miss")
+    step = _built(workload, context, "near_miss")
+    step.model.base_model.register_forward_pre_hook(with_whole_cache, with_kwargs=True)
+    return step
+
+
+def with_whole_cache(_model, given, named):
+    """A cache that keeps the keys outside of windows, too, so that attention must hide them."""
+    from transformers import DynamicCache
+
+    if named.get("cache") is None and named["use_cache"]:
+        named["cache"] = DynamicCache()
+    elif named["use_cache"] and CHOSEN[0] == "positions off by one":
+        named["position_ids"] = torch.full((1, 1), named["cache"].get_seq_length() + 1)
+    return given, named
 
 
 CHOSEN = [None]
@@ -156,9 +190,9 @@ def chosen():
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("miss", [*MISSES, *map(slow, MORE_MISSES)])
 def test_near_misses_are_refused(miss, dtype, chosen):
-    fields = MISSES[miss]
+    fields = (MISSES | MORE_MISSES)[miss]
     verification, why = verified(f"{__name__}:build_near_miss", dtype=dtype, **fields)
     assert verification.passed, f"without a mistake: {why}"
     chosen[0] = miss
