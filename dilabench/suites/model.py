@@ -7,7 +7,6 @@ from statistics import median
 from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.models import ITSELF
 from dilabench.plugins.builtin.workloads import document_length, drawn_bounds
 from dilabench.record import Measured, PlannedCase, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, row_name
@@ -15,7 +14,7 @@ from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
 from dilabench.units import format_count, format_latency, format_ratio, percent_text, significant
-from dilabench.workload.spec import GENERATE, UNBOUNDED, Workload, WorkloadRequest
+from dilabench.workload.spec import GENERATE, ITSELF, UNBOUNDED, Workload, WorkloadRequest
 
 NS_PER_MS = 1e6
 # What runs without --config: its preset and lengths.
@@ -23,7 +22,7 @@ ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
 # What a step is called over its table, and what a row does in the answer.
 STEPS = {"both": "training step", "forward": "first token", GENERATE: "next token"}
 DOES = {"both": "makes a step", "forward": "gives the first token", GENERATE: "gives a token"}
-COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "vs sdpa")
+COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "speed-up")
 NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 
 
@@ -31,8 +30,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The step with each attention that can run here, without attention, and with a requested pattern.
 
     The pattern is another function, so that its rows are unranked; so are those without attention, each token of which
-    sees itself alone. What compiles for long is planned only if it is named. Raises EnvironmentNotReady without
-    transformers.
+    sees itself alone. What compiles for long is planned only if it is named. If transformers refuses SDPA for a model,
+    eager attention is planned instead, as transformers does. Raises EnvironmentNotReady without transformers.
     """
     if planner.catalogue.find_module("transformers") is None:
         raise EnvironmentNotReady(
@@ -42,7 +41,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     named = {planner.catalogue.implementations.get(name).name for name in request.implementations}
     cases: list[PlannedCase] = []
     for asked in _workloads(request, planner):
-        dense = as_dense(asked)
+        dense, before = as_dense(asked), len(cases)
         for model in models:
             is_usual = model.role in ("plain", "method") and not model.compiles
             if model.role == "yardstick":
@@ -51,6 +50,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
                 cases += planner.plan(model, dense)
                 if asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
                     cases += planner.plan(model, asked, role="yardstick")
+        if not named and not any(case.role == "plain" and case.skip is None for case in cases[before:]):
+            eager = next(model for model in models if model.role == "oracle")
+            cases += planner.plan(eager, dense, role="plain")
     return tuple(cases)
 
 
@@ -106,7 +108,7 @@ Versus = Callable[[Steps, RowView], PairView | None]
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """How many times as fast as SDPA each row makes the step, and how much of it is attention."""
+    """How many times as fast as the plain row, SDPA, each row makes the step, and how much of it is attention."""
     found = tuple(_steps(record))
     if not found:
         return ()

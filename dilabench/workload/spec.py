@@ -46,6 +46,8 @@ Window = tuple[int, int]
 
 MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
+# What each token of a window of itself sees.
+ITSELF: Window = (0, 0)
 # Backend or algorithm `auto`: the fastest that supports the call.
 AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

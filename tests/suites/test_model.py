@@ -5,10 +5,10 @@ import json
 import pytest
 
 import dilabench
+from dilabench.engine.case_spec import second_implementations
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.models import ITSELF
 from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
@@ -18,6 +18,7 @@ from dilabench.report.markdown import to_text
 from dilabench.request import run_request
 from dilabench.suites.model import analyse
 from dilabench.suites.planner import expand, workload_request
+from dilabench.workload.spec import ITSELF
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))
@@ -58,6 +59,20 @@ def test_every_preset_is_planned_packed_and_not(catalogue, preset):
         assert {case.case.workload.model.name for case in planned} == {preset}
         assert {case.case.workload.seq_len for case in planned} == {8192, 32768}
         assert {len(case.case.workload.sequences) > 1 for case in planned} == {packed}
+
+
+@pytest.mark.parametrize("preset", ["gpt_oss_layer", "gemma2_layer", "gpt_oss_tiny"])
+def test_where_sdpa_is_refused_eager_attention_is_the_plain_row(catalogue, preset):
+    planned = plan(catalogue, configs=[preset], workload={"dtype": "float32"})
+    assert running(planned) == {"eager-model", "dilabench-model", "identity-model"}
+    assert {case.case.implementation for case in planned if case.role == "plain" and case.skip is None} == {
+        "eager-model"
+    }
+    (why,) = (case.skip.why for case in planned if case.case.implementation == "sdpa-model")
+    assert "transformers refuses sdpa for this model" in why
+    eager = next(case.case for case in planned if case.skip is None)
+    seconds = [second.name for second, _ in second_implementations(eager, catalogue, CPU)]
+    assert seconds == ["eager-model", "eager-rows-model"]
 
 
 def test_a_pattern_is_another_function_shown_beside(catalogue):

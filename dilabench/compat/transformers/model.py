@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,12 +20,14 @@ from dilabench.compat.transformers import register
 from dilabench.contracts import BuildContext
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dense import DENSE
-from dilabench.workload.model import heads_of
-from dilabench.workload.spec import Workload
+from dilabench.workload.model import SOFTCAP, heads_of
+from dilabench.workload.spec import ITSELF, Workload
 from dilabench.workload.visibility import alike_heads, hides_nothing
 
 SEED = 0
-NO_ATTENTION = "no_attention"
+NO_ATTENTION, BY_ROWS = "no_attention", "eager_by_rows"
+# Queries whose scores are held at a time.
+ROWS = 512
 
 
 class ModelStep(nn.Module):
@@ -87,6 +90,8 @@ class ModelStep(nn.Module):
         """The result for the sequences [B, n, E] that begin at token `start`, each by itself and without a cache."""
         workload = self._workload
         rows = x.shape[1]
+        if x.dtype == torch.float64:
+            _without_grouped_products(self.model)
         if workload.query_len is not None:
             x = torch.cat([self.prefix, x], 1)
         options: dict[str, Any] = {}
@@ -135,6 +140,13 @@ def build_eager(workload: Workload, context: BuildContext) -> ModelStep:
     return _built(workload, context, "eager")
 
 
+def build_eager_rows(workload: Workload, context: BuildContext) -> ModelStep:
+    """With eager attention of some queries at a time, for lengths at which all scores take too much memory."""
+    ALL_ATTENTION_FUNCTIONS.register(BY_ROWS, _by_rows)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(BY_ROWS, lambda *_, **__: None)
+    return _built(workload, context, BY_ROWS)
+
+
 def build_sdpa(workload: Workload, context: BuildContext) -> ModelStep:
     """With torch's scaled_dot_product_attention."""
     return _built(workload, context, "sdpa")
@@ -162,6 +174,45 @@ def build_identity(workload: Workload, context: BuildContext) -> ModelStep:
     ALL_ATTENTION_FUNCTIONS.register(NO_ATTENTION, _values)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NO_ATTENTION, lambda *_, **__: None)
     return _built(workload, context, NO_ATTENTION)
+
+
+def _by_rows(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: None,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """out [B, M, H, D] of causal attention, M queries that are the last of N tokens, scores at least in float32."""
+    rows, length = query.shape[2], key.shape[2]
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(wide) @ k.to(wide).mT * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
+
+    outs = []
+    for start in range(0, rows, ROWS):
+        q = query[:, :, start : start + ROWS]
+        places = torch.arange(q.shape[2], device=q.device) + (length - rows + start)
+        stop = length - rows + start + q.shape[2]
+        first = 0 if sliding_window is None else max(0, stop - q.shape[2] - sliding_window + 1)
+        distance = places[:, None] - torch.arange(first, stop, device=q.device)
+        visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+        # Each piece is computed again in the backward pass.
+        outs.append(checkpoint(attend, q, key[:, :, first:stop], value[:, :, first:stop], visible, use_reentrant=False))
+    return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
 
 
 def _values(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -217,8 +268,19 @@ def _built(workload: Workload, context: BuildContext, attention: str) -> ModelSt
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
+        if workload.window == ITSELF and isinstance(getattr(part, "sinks", None), nn.Parameter):
+            # A sink would take a share of the weight.
+            nn.init.constant_(part.sinks, torch.finfo(dtype).min)
+    if dtype == torch.float64:
+        _without_grouped_products(model)
     model.train(workload.mode != "forward")
     return ModelStep(model, workload)
+
+
+def _without_grouped_products(model: PreTrainedModel) -> None:
+    """Compute experts one by one: torch groups no products in float64."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def _config(workload: Workload) -> PretrainedConfig:
@@ -228,16 +290,18 @@ def _config(workload: Workload) -> PretrainedConfig:
     usual = {"initializer_range": shape.width**-0.5, "max_position_embeddings": workload.seq_len}
     if "/" in shape.source:
         config = AutoConfig.from_pretrained(shape.source, local_files_only=True)
-        config.update({**usual, "num_hidden_layers": shape.layers})
+        config.update({**usual, **dict(shape.options), "num_hidden_layers": shape.layers})
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: shape.layers]
         return config
-    heads = {
+    heads: dict[str, Any] = {
         "num_attention_heads": workload.num_heads,
         "num_key_value_heads": workload.num_kv_heads,
         "head_dim": workload.head_dim,
     }
-    return AutoConfig.for_model(shape.source, **usual, **heads, **shape.config)
+    if workload.softcap is not None:
+        heads[SOFTCAP] = workload.softcap
+    return AutoConfig.for_model(shape.source, **{**usual, **heads, **shape.config})
 
 
 def _check(model: PreTrainedModel, workload: Workload) -> None:
@@ -251,7 +315,9 @@ def _check(model: PreTrainedModel, workload: Workload) -> None:
         config.num_hidden_layers = shape.layers
     found = heads_of(config.to_dict()) | {"width": config.hidden_size, "vocabulary": config.vocab_size}
     given = {"width": shape.width, "vocabulary": shape.vocabulary}
-    given |= {name: getattr(workload, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    given |= {name: getattr(workload, name) for name in ("num_heads", "num_kv_heads", "head_dim", "softcap")}
     wrong = [f"{name} {given[name]} where it has {size}" for name, size in found.items() if given[name] != size]
     if wrong:
         raise ValueError(f"model {shape.name}: {', '.join(wrong)}; give its own")
+    if not model._supports_sdpa and shape.sdpa is not False:
+        raise ValueError(f"model {shape.name}: transformers has no sdpa attention for it; give sdpa=false to its model")

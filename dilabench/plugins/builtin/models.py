@@ -4,10 +4,8 @@ from dataclasses import replace
 
 from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, CUDA, DENSE, HALF
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
-from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.spec import ITSELF, UNBOUNDED, Workload
 
-# What each token of a window of itself sees.
-ITSELF = (0, 0)
 BUILDERS = "dilabench.compat.transformers.model"
 TRANSFORMERS = "transformers>=5.24"
 _PLAIN = Capabilities(
@@ -17,11 +15,17 @@ _PLAIN = Capabilities(
     window=False,
     causal=frozenset({True}),
     last_rows=True,
+    softcap=True,
 )
 
 
 def _without_window(workload: Workload) -> str | None:
     return None if workload.window == UNBOUNDED else f"window {workload.window}: the model's own layers say theirs"
+
+
+def _without_sdpa(workload: Workload) -> str | None:
+    has_none = workload.model is not None and workload.model.sdpa is False
+    return "transformers refuses sdpa for this model, which has sinks or caps scores" if has_none else None
 
 
 def _only_itself(workload: Workload) -> str | None:
@@ -39,10 +43,19 @@ MODEL_STEPS: tuple[Implementation, ...] = (
         role="oracle",
     ),
     Implementation(
+        "eager-rows-model",
+        "a model's step with eager attention of 512 queries at a time: a reference where sdpa is refused",
+        f"{BUILDERS}:build_eager_rows",
+        supports=replace(_PLAIN, layouts=frozenset({"padded"})),
+        requires=(TRANSFORMERS,),
+        takes="model",
+        role="oracle",
+    ),
+    Implementation(
         "sdpa-model",
         "a model's step with torch's scaled_dot_product_attention",
         f"{BUILDERS}:build_sdpa",
-        supports=_PLAIN,
+        supports=replace(_PLAIN, softcap=False, check=_without_sdpa),
         requires=(TRANSFORMERS,),
         takes="model",
         role="plain",

@@ -357,13 +357,23 @@ SETS: tuple[WorkloadPreset, ...] = (
 
 
 def _whole_model(
-    name: str, summary: str, source: str, shape: tuple[int, int, int, int, int], dtype: str = "bfloat16", **sizes: Any
+    name: str,
+    summary: str,
+    source: str,
+    shape: tuple[int, int, int, int, int],
+    *,
+    dtype: str = "bfloat16",
+    softcap: float | None = None,
+    **sizes: Any,
 ) -> WorkloadPreset:
     """A step of a whole model of transformers, around attention of this shape (B, H, K, D, N)."""
-    return _preset(name, summary, shape, dtype=dtype, mode="both", model={"source": source, "name": name, **sizes})
+    fields = {"dtype": dtype, "mode": "both", "model": {"source": source, "name": name, **sizes}}
+    return _preset(name, summary, shape, **fields, **({} if softcap is None else {"softcap": softcap}))
 
 
 TIED = {"tie_word_embeddings": True}
+# Rotary positions are scaled by the length for which it was made.
+GPT_OSS = {"sliding_window": 128, "max_position_embeddings": 131072}
 # Whole models (suite `model`), of random weights.
 MODELS: tuple[WorkloadPreset, ...] = (
     _whole_model(
@@ -408,6 +418,61 @@ MODELS: tuple[WorkloadPreset, ...] = (
         inner=3072,
         vocabulary=151936,
         options=TIED,
+    ),
+    # openai/gpt-oss-20b. Each token goes through four experts, as there, but there are no others: which of 32 are taken
+    # would change with the rounding of attention.
+    _whole_model(
+        "gpt_oss_layer",
+        "two layers of gpt-oss 20B, with sinks, one with a window of 128",
+        "gpt_oss",
+        (1, 64, 8, 64, 8192),
+        layers=2,
+        width=2880,
+        inner=2880,
+        vocabulary=201088,
+        options={**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4},
+        sdpa=False,
+    ),
+    _whole_model(
+        "gpt_oss_tiny",
+        "two small layers of gpt-oss, for a CPU",
+        "gpt_oss",
+        (1, 4, 2, 16, 512),
+        dtype="auto",
+        layers=2,
+        width=64,
+        inner=64,
+        vocabulary=512,
+        options={**GPT_OSS, "num_local_experts": 2, "num_experts_per_tok": 2},
+        sdpa=False,
+    ),
+    # google/gemma-2-2b.
+    _whole_model(
+        "gemma2_layer",
+        "two layers of Gemma 2 2B, scores capped, one with a window of 4096",
+        "gemma2",
+        (1, 8, 4, 256, 8192),
+        softcap=50.0,
+        layers=2,
+        width=2304,
+        inner=9216,
+        vocabulary=256000,
+        options={"sliding_window": 4096},
+        sdpa=False,
+    ),
+    _whole_model(
+        "gemma2_tiny",
+        "two small layers of Gemma 2, for a CPU",
+        "gemma2",
+        (1, 4, 2, 16, 512),
+        dtype="auto",
+        softcap=50.0,
+        layers=2,
+        width=64,
+        inner=128,
+        vocabulary=512,
+        options={"sliding_window": 128, "query_pre_attn_scalar": 16},
+        sdpa=False,
     ),
 )
 

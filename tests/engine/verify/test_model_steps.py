@@ -2,37 +2,37 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec, SecondSpec
 from dilabench.engine.verify.case_verifier import CaseVerifier
-from dilabench.plugins.builtin.models import ITSELF, MODEL_STEPS
+from dilabench.plugins.builtin.models import MODEL_STEPS
+from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.record import Case
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.workload.spec import ITSELF, WorkloadRequest
 from tests.conftest import slow
 
 pytestmark = pytest.mark.needs_extra("transformers")
 
 CPU = torch.device("cpu")
-SECONDS = tuple(
-    SecondSpec(name=model.name, target=model.target)
-    for role in ("oracle", "plain")
-    for model in MODEL_STEPS
-    if model.role == role
-)
+PRESETS = {preset.name: preset.fields for preset in MODELS}
 LLAMA = {"source": "llama", "layers": 3, "width": 64, "inner": 96, "vocabulary": 256}
 WINDOWED = {**LLAMA, "source": "mistral", "options": {"sliding_window": 40}}
 PACKED = {"layout": "packed", "cu_seqlens": (0, 50, 51, 130)}
 GENERATED = {"mode": "forward", "query_len": 1}
+GPT_OSS = {"model": PRESETS["gpt_oss_tiny"]["model"]}
+GEMMA2 = {name: PRESETS["gemma2_tiny"][name] for name in ("model", "softcap")}
 
 
 def verified(target, model=LLAMA, **fields):
+    """The verification of a step of a small Llama, or of the model in the fields."""
     shape = {"batch_size": 1, "seq_len": 130, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mode": "both"}
-    workload = WorkloadRequest(model=model, **{**shape, "dtype": "float32", **fields}).resolve("float32")
+    workload = WorkloadRequest(**{"model": model, **shape, "dtype": "float32", **fields}).resolve("float32")
     case = Case(implementation="own", workload=workload)
-    spec = CaseSpec(case=case, target=target, takes="model", seconds=SECONDS, seed=3)
+    rival = "eager-rows-model" if workload.model.sdpa is False else "sdpa-model"
+    seconds = tuple(SecondSpec(name=name, target=target_of(name)) for name in ("eager-model", rival))
+    spec = CaseSpec(case=case, target=target, takes="model", seconds=seconds, seed=3)
     verification, why = CaseVerifier(CPU).verify(PreparedCall(spec, CPU, InputStore(CPU)))
     return verification, why
 
@@ -74,6 +74,30 @@ def test_windows_of_the_models_own_layers_are_right(fields):
     assert verification.passed, why
 
 
+@pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, PACKED, GENERATED], ids=str)
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2], ids=["sinks", "softcap"])
+@pytest.mark.slow
+def test_sinks_and_capped_scores_are_right(model, fields):
+    verification, why = verified(target_of("dilabench-model"), **model, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"mode": "forward"}, GENERATED], ids=str)
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2, {"model": WINDOWED}], ids=["sinks", "softcap", "window"])
+def test_eager_attention_by_rows_is_eager_attention(model, fields, monkeypatch):
+    monkeypatch.setattr("dilabench.compat.transformers.model.ROWS", 50)
+    verification, why = verified(target_of("eager-rows-model"), **model, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2], ids=["sinks", "softcap"])
+def test_values_are_the_attention_of_each_token_alone_with_sinks_and_caps(model):
+    verification, why = verified(target_of("identity-model"), window=ITSELF, **model)
+    assert verification.passed, why
+
+
 @pytest.mark.parametrize("fields", [slow({}), PACKED], ids=str)
 def test_a_pattern_is_compared_with_its_counts(fields):
     dilated = {"pattern": "dilated", "segment_lengths": (32, 128), "dilation_rates": (1, 2)}
@@ -85,7 +109,20 @@ def test_a_pattern_is_compared_with_its_counts(fields):
 # Near misses: an attention for the name 'near_miss', which the builders below take.
 
 
-def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sliding_window=None, miss=None, **_):
+def attend(
+    module,
+    query,
+    key,
+    value,
+    mask,
+    scaling=None,
+    cu_seq_lens_q=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    miss=None,
+    **_,
+):
     """Attention by a mask for every pair, with one mistake; `miss` may be one in decoding alone."""
     keys = torch.arange(key.shape[2])
     rows = keys[-query.shape[2] :]
@@ -126,7 +163,14 @@ def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sl
         scaling = 1.05 * scaling
     if miss == "no gradient of keys":
         key = key.detach()
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    scores = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(scores) @ key.to(scores).mT * scaling
+    if softcap is not None and miss != "softcap dropped":
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = torch.full((query.shape[1],), -torch.inf) if s_aux is None or miss == "sinks dropped" else s_aux
+    scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    out = scores.softmax(-1)[..., : len(keys)].to(value.dtype) @ value
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -144,6 +188,8 @@ MISSES = {
     "no gradient of keys": {},
     "decoding: the cache is one token late": GENERATED,
     "decoding: window ignored": {"model": WINDOWED, **GENERATED},
+    "decoding: sinks dropped": {**GPT_OSS, **GENERATED},
+    "softcap dropped": GEMMA2,
     "positions off by one": GENERATED,
 }
 MORE_MISSES = {
@@ -152,6 +198,8 @@ MORE_MISSES = {
     "decoding: window off by one": {"model": WINDOWED, **GENERATED},
     "decoding: window too short by one": {"model": WINDOWED, **GENERATED},
     "decoding: heads of keys in another order": GENERATED,
+    "decoding: softcap dropped": {**GEMMA2, **GENERATED},
+    "sinks dropped": GPT_OSS,
 }
 
 
