@@ -7,7 +7,7 @@ from statistics import median
 from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.workloads import document_length, drawn_bounds
+from dilabench.plugins.builtin.workloads import document_length, drawn_bounds, drawn_lengths
 from dilabench.record import Measured, PlannedCase, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, row_name
 from dilabench.report.findings import BarPlot, Bars, Section
@@ -19,6 +19,8 @@ from dilabench.workload.spec import GENERATE, ITSELF, UNBOUNDED, Workload, Workl
 NS_PER_MS = 1e6
 # What runs without --config: its preset and lengths.
 ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
+# Sequences of a padded batch.
+PADDED = 4
 # What a step is called over its table, and what a row does in the answer.
 STEPS = {"both": "training step", "forward": "first token", GENERATE: "next token"}
 DOES = {"both": "makes a step", "forward": "gives the first token", GENERATE: "gives a token"}
@@ -60,14 +62,24 @@ def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadReques
     name, lengths = ON_GPU if planner.machine.facts.own_memory else ON_CPU
     if not request.presets and "model" not in request.overrides:
         planner = planner.asking(presets=(name,), lengths=request.lengths or lengths)
+    packed, padded = (request.options.get(name) for name in ("packed", "padded"))
     for asked in planner.workload_requests([{}]):
-        if not request.options.get("packed"):
-            yield from _steps_of(asked)
-        elif asked.mode == GENERATE:
-            raise ConfigError("mode generate and --packed: packed documents fill no cache; leave out one of them")
-        else:
+        if packed and (padded or asked.mode == GENERATE):
+            other, why = ("--padded", "have no padding") if padded else ("mode generate", "fill no cache")
+            raise ConfigError(f"{other} and --packed: packed documents {why}; leave out one of them")
+        if packed:
             bounds = drawn_bounds(asked.seq_len, document_length)
             yield asked.model_copy(update={"layout": "packed", "cu_seqlens": bounds, "batch_size": 1})
+        else:
+            yield from _steps_of(_padded(asked, request) if padded else asked)
+
+
+def _padded(asked: WorkloadRequest, request: RunRequest) -> WorkloadRequest:
+    """The request with sequences of other lengths in a batch."""
+    count = int(request.overrides.get("batch_size", PADDED))
+    assert asked.model is not None
+    model = asked.model.model_copy(update={"lengths": drawn_lengths(asked.seq_len, count)})
+    return asked.model_copy(update={"model": model, "batch_size": count})
 
 
 def _steps_of(asked: WorkloadRequest) -> Iterator[WorkloadRequest]:
@@ -160,7 +172,7 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     """'At 32K packed `dilabench-model` makes a step 4.4 times as fast as `sdpa-model`; attention is ...'."""
     shape, plain, rivals = steps.shape, steps.plain, _dense(steps)
     assert shape.model is not None
-    packed = " packed" if shape.layout == "packed" else ""
+    packed = " packed" if shape.layout == "packed" else " padded" if shape.model.lengths else ""
     place = f"{shape.model.name} at {format_count(shape.seq_len)}{packed}"
     does, step = DOES[steps.step], STEPS[steps.step]
     if not rivals:

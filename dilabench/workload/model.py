@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -26,9 +26,10 @@ class ModelShape(Extended):
     without arguments that returns a causal model of transformers. name: as tables show it. width: channels of its
     embeddings. inner: channels of its feed-forward layers. options: further fields of its configuration. sdpa: False if
     transformers refuses to compute it with torch's scaled_dot_product_attention, as for sinks and capped scores.
+    lengths: tokens of each sequence of a padded batch; padding is behind them in training, else before them.
     """
 
-    later: ClassVar = ("sdpa",)
+    later: ClassVar = ("sdpa", "lengths")
     source: str
     name: str = ""
     layers: int = Field(ge=1)
@@ -37,6 +38,7 @@ class ModelShape(Extended):
     inner: int | None = Field(default=None, ge=1)
     options: tuple[tuple[str, str | float | int | bool | None], ...] = ()
     sdpa: bool | None = None
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -150,6 +150,8 @@ class Workload(Extended):
             raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
         if self.query_len is not None:
             self._check_queries(self.query_len)
+        if self.model is not None and self.model.lengths is not None:
+            self._check_padding(self.model.lengths)
         for shape in dict.fromkeys(self.shapes):
             if reason := self.pattern.why_not_over(shape):
                 raise ValueError(reason)
@@ -165,6 +167,16 @@ class Workload(Extended):
                 f"query_len {rows} with layout 'packed': packed sequences have a query at every position; "
                 "leave query_len out, or use layout=padded with batch_size"
             )
+
+    def _check_padding(self, lengths: tuple[int, ...]) -> None:
+        least = 1 if self.query_len is None else self.query_len + 1
+        if self.layout == "packed" or len(lengths) != self.batch_size or not least <= min(lengths):
+            raise ValueError(
+                f"lengths {list(lengths)} of a padded batch must be one for each of its {self.batch_size} sequences, "
+                f"at least {least}; packed ones are cu_seqlens"
+            )
+        if max(lengths) > self.seq_len:
+            raise ValueError(f"lengths {list(lengths)} are of at most seq_len={self.seq_len} tokens; give a longer one")
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens
@@ -292,6 +304,7 @@ class Workload(Extended):
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
+        packed += " padded" if self.model is not None and self.model.lengths is not None else ""
         scale = "" if self.scale is None else f" scale {self.scale:g}"
         scale += "" if self.softcap is None else f" softcap {self.softcap:g}"
         shape = f"{self.batch_size}x{self.length_label()} {heads} {self.dim_label()}"

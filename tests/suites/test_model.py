@@ -75,6 +75,15 @@ def test_where_sdpa_is_refused_eager_attention_is_the_plain_row(catalogue, prese
     assert seconds == ["eager-model", "eager-rows-model"]
 
 
+@pytest.mark.parametrize(("fields", "count"), [({}, 4), ({"batch_size": 2}, 2)])
+def test_a_padded_batch_has_sequences_of_other_lengths(catalogue, fields, count):
+    planned = plan(catalogue, workload={"mode": "generate", **fields}, run={"options": {"padded": True}})
+    (lengths,) = {case.case.workload.model.lengths for case in planned}
+    assert len(lengths) == len(set(lengths)) == count
+    assert {case.case.workload.seq_len for case in planned} == {max(lengths)}
+    assert {case.case.workload.batch_size for case in planned} == {count}
+
+
 def test_a_pattern_is_another_function_shown_beside(catalogue):
     planned = plan(catalogue, workload=DILATED)
     dilated = [case for case in planned if case.case.workload.pattern != DENSE]
@@ -101,6 +110,8 @@ def test_generating_is_a_prefill_and_the_tokens_after_it(catalogue):
     assert steps == {("forward", None), ("forward", 1)}
     with pytest.raises(ConfigError, match="--packed: packed documents fill no cache"):
         plan(catalogue, workload={"mode": "generate"}, run={"options": {"packed": True}})
+    with pytest.raises(ConfigError, match="--padded and --packed: packed documents have no padding"):
+        plan(catalogue, run={"options": {"packed": True, "padded": True}})
     with pytest.raises(ConfigError, match="'generate' is two workloads of a model, which suite `model` plans"):
         expand(catalogue, CPU, run_request(catalogue, suite="implementations", workload={"mode": "generate"}))
 
@@ -120,6 +131,9 @@ CONFIG = {
     "intermediate_size": 96,
     "vocab_size": 128,
 }
+
+
+CONFIG_OF_MODEL = {"source": "llama", "layers": 2, "width": 64, "vocabulary": 128}
 
 
 def test_a_folder_gives_the_sizes_and_heads_of_its_model(catalogue, tmp_path):
@@ -148,6 +162,22 @@ def test_a_model_stays_the_same_in_a_record(catalogue):
     workload = workload_request(catalogue, "llama_1b", {}).resolve("float32")
     assert type(workload).model_validate_json(workload.model_dump_json()) == workload
     assert "model" not in workload.replace(model=None).model_dump()
+    assert workload.model.model_dump().keys() & {"sdpa", "lengths"} == set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lengths": (64,)}, "one for each of its 2 sequences"),
+        ({"lengths": (64, 65)}, "at most seq_len=64"),
+        ({"lengths": (64, 4)}, "at least 5"),
+    ],
+)
+def test_lengths_that_do_not_fit_a_padded_batch_are_refused(catalogue, fields, reason):
+    model = {**CONFIG_OF_MODEL, **fields}
+    asked = workload_request(catalogue, None, {"model": model, "seq_len": 64, "batch_size": 2, "query_len": 4})
+    with pytest.raises(ConfigError, match=reason):
+        asked.resolve("float32")
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class ModelStep(nn.Module):
     computed. Packed documents fill no cache.
 
     With `query_len` M, of embeddings [B, M, E]: the logits [B, M, V] of tokens that are generated one after another,
-    behind the `prefix` [B, N - M, E], whose cache the first call fills.
+    behind the `prefix` [B, N - M, E], whose cache the first call fills. In a padded batch rows of padding are 0.
 
     Targets and the prefix are drawn once. The table of embeddings is not part of the step, the head is.
     """
@@ -45,6 +45,7 @@ class ModelStep(nn.Module):
     bounds: Tensor
     places: Tensor
     prefix: Tensor
+    seen: Tensor
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         super().__init__()
@@ -61,6 +62,13 @@ class ModelStep(nn.Module):
             size = workload.batch_size, workload.first_row, workload.model.width
             prefix = torch.randn(size, generator=drawn, device=model.device, dtype=model.dtype)
             self.register_buffer("prefix", prefix, persistent=False)
+        if workload.model.lengths is not None:
+            seen = torch.zeros(shape, dtype=torch.int64)
+            for items, tokens in self.parts:
+                seen[items, tokens] = 1
+            self.register_buffer("seen", seen.to(model.device), persistent=False)
+            # As `generate` of transformers numbers them; padding has any number.
+            self.register_buffer("places", (self.seen.cumsum(1) - 1).clamp_min(0), persistent=False)
         if workload.cu_seqlens is not None:
             bounds = torch.tensor(workload.cu_seqlens, dtype=torch.int32, device=model.device)
             self.register_buffer("bounds", bounds, persistent=False)
@@ -69,12 +77,23 @@ class ModelStep(nn.Module):
             self.register_buffer("places", places, persistent=False)
             self._longest = max(lengths)
 
+    @property
+    def parts(self) -> list[tuple[slice, slice]]:
+        """Items of the batch and tokens of each sequence, that of padding excluded; without padding of all items."""
+        shape, length = self._workload.model, self._workload.seq_len
+        if shape is None or shape.lengths is None:
+            return [(slice(None), slice(*bounds)) for bounds in self._workload.sequences]
+        left = self._workload.mode == "forward"
+        ends = [slice(length - tokens, length) if left else slice(tokens) for tokens in shape.lengths]
+        return [(slice(item, item + 1), tokens) for item, tokens in enumerate(ends)]
+
     def forward(self, x: Tensor, _key: Tensor | None = None, _value: Tensor | None = None) -> Tensor:
         """The result for all tokens; packed documents do not see each other."""
         if self._workload.query_len is not None:
             return self._generated(x)
         if self._workload.layout != "packed":
-            return self.alone(x)
+            out = self._result(x, self.targets, **self._padding(0, x.shape[1]))
+            return out if self._is_whole else out.masked_fill(self.seen[..., None] == 0, 0.0)
         # Copies, as each batch has its own.
         bounds = self.bounds.clone()
         documents = {
@@ -86,22 +105,35 @@ class ModelStep(nn.Module):
         }
         return self._result(x[None], self.targets, **documents)[0]
 
-    def alone(self, x: Tensor, start: int = 0) -> Tensor:
-        """The result for the sequences [B, n, E] that begin at token `start`, each by itself and without a cache."""
-        workload = self._workload
-        rows = x.shape[1]
+    def alone(self, x: Tensor, items: slice, tokens: slice) -> Tensor:
+        """The result for one of the `parts` of x [B, M, E], by itself: without cache, padding and other documents."""
+        workload, rows = self._workload, x.shape[1]
+        assert workload.model is not None
         if x.dtype == torch.float64:
             _without_grouped_products(self.model)
         if workload.query_len is not None:
             x = torch.cat([self.prefix, x], 1)
+        x = x[items, tokens]
         options: dict[str, Any] = {}
         if self.model.config._attn_implementation == "eager" and not hides_nothing(workload):
             shape = {"batch_size": 1, "seq_len": x.shape[1], "layout": "padded", "cu_seqlens": None, "query_len": None}
-            options["attention_mask"] = _log_counts(workload.replace(**shape)).to(x.device, x.dtype)
+            model = workload.model.model_copy(update={"lengths": None})
+            options["attention_mask"] = _log_counts(workload.replace(**shape, model=model)).to(x.device, x.dtype)
         if workload.query_len is not None:
             logits = self.model(inputs_embeds=x, use_cache=False, logits_to_keep=rows, **options).logits
             return logits[:, -rows:].to(x.dtype)
-        return self._result(x, self.targets[:, start : start + rows], **options)
+        return self._result(x, self.targets[items, tokens], **options)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the batch has no padding."""
+        return self._workload.model is None or self._workload.model.lengths is None
+
+    def _padding(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The mask and positions of tokens from `start` on, over a cache of those before; none without padding."""
+        if self._is_whole:
+            return {}
+        return {"attention_mask": self.seen[:, :stop], "position_ids": self.places[:, start:stop]}
 
     def start(self, prefix: Tensor) -> None:
         """Continue another prefix [B, N - M, E]."""
@@ -110,16 +142,21 @@ class ModelStep(nn.Module):
     def _generated(self, x: Tensor) -> Tensor:
         """Logits [B, M, V] of the tokens [B, M, E] that follow the prefix, a token for each call of the model."""
         if self._cache is None:
-            self._cache = self.model.base_model(inputs_embeds=self.prefix, use_cache=True).cache
+            padding = self._padding(0, self._workload.first_row)
+            self._cache = self.model.base_model(inputs_embeds=self.prefix, use_cache=True, **padding).cache
         # A cache grows into new tensors, so that a copy of its layers leaves it as it is.
         past = copy(self._cache)
         past.layers = [copy(layer) for layer in past.layers]
-        logits = [self.model(inputs_embeds=token, cache=past, use_cache=True).logits for token in x.split(1, 1)]
+        logits = []
+        for place, token in enumerate(x.split(1, 1), self._workload.first_row):
+            padding = self._padding(place, place + 1)
+            logits.append(self.model(inputs_embeds=token, cache=past, use_cache=True, **padding).logits)
         return (logits[0] if len(logits) == 1 else torch.cat(logits, 1)).to(x.dtype)
 
     def _result(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         if self._workload.mode == "forward":
-            fills_cache = self._workload.layout != "packed" and "attention_mask" not in options
+            # Not of packed documents, and not below a mask for every pair.
+            fills_cache = self._workload.layout != "packed" and getattr(options.get("attention_mask"), "ndim", 2) == 2
             hidden: Tensor = self.model.base_model(inputs_embeds=x, use_cache=fills_cache, **options)[0]
             # The rest of the time to the first token.
             self.model.get_output_embeddings()(hidden[:, -1:])

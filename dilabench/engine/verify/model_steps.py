@@ -42,6 +42,8 @@ DOCUMENTS, TOKENS = (61, 1, 96, 34), 192
 # Tokens of the short form of generated ones, and how many are generated, behind few: a key among few shows in half
 # precision, too.
 WITH_GENERATED, GENERATED = 60, 56
+# Padding of its first sequence.
+PADDING = 37
 # The widest window of its layers, and the largest cap of its scores, which are about 1.
 WINDOW, SOFTCAP = 40, 2.0
 # Times as long for patterns that are not dense, whose structures are longer.
@@ -148,6 +150,11 @@ def short_form(workload: Workload) -> Workload:
     }
     if workload.query_len is not None:
         changes |= {"seq_len": WITH_GENERATED * times, "query_len": GENERATED}
+    if workload.model.lengths is not None:
+        tokens = changes["seq_len"]
+        lengths = (tokens, tokens + PADDING)[: changes["batch_size"]]
+        changes["model"] = changes["model"].model_copy(update={"lengths": lengths})
+        changes["seq_len"] = tokens + PADDING
     if workload.layout == "packed":
         bounds = (0, *accumulate(length * times for length in DOCUMENTS))
         changes |= {"cu_seqlens": bounds, "seq_len": bounds[-1]}
@@ -191,7 +198,12 @@ def _dependency(own: SecondSpec, eager: SecondSpec, short: Workload, x: Tensor, 
     one = short.replace(mode="forward", model=short.model.model_copy(update={"layers": 1}))
     module: Any = _built(own, one, device)
     reference: Any = _built(eager, one, device).double()
-    ends = {bound for start, end in short.sequences for bound in (start, end - 1)}
+    parts = [tokens for _, tokens in reference.parts]
+    ends = {place for tokens in parts for place in (tokens.start or 0, tokens.stop - 1)}
+    # The padding next to a sequence.
+    ends |= {
+        place for tokens in parts for place in ((tokens.start or 0) - 1, tokens.stop) if 0 <= place < short.seq_len
+    }
     before, last = short.first_row, short.seq_len - 1
     probed = sorted({*ends, last // 2, last - 1, *([before - 1, before] if before else [])})
     if before:
@@ -241,17 +253,19 @@ def _exact(
 
 
 def _by_documents(module: Any, workload: Workload, x: Tensor, dout: Tensor | None) -> Result:
-    """Results of a model, each document of packed ones by itself, and the sums of its gradients."""
+    """Results of a model, each document and padded sequence by itself, and the sums of its gradients."""
     leaf = x.detach().requires_grad_(dout is not None)
     packed = workload.layout == "packed"
-    outs = []
+    whole, weights = (leaf[None], None if dout is None else dout[None]) if packed else (leaf, dout)
+    shape, dtype = result_form(workload, "model", x)
+    out = torch.zeros(shape, dtype=dtype, device=x.device)
     with torch.set_grad_enabled(dout is not None):
-        for start, end in workload.sequences:
-            out = module.alone(leaf[None, start:end] if packed else leaf, start)
-            if dout is not None:
-                out.backward(dout[None, start:end] if packed else dout)
-            outs.append(out.detach())
-    out = torch.cat(outs, 1)[0] if packed else outs[0]
+        for items, tokens in module.parts:
+            rows = tokens if workload.query_len is None else slice(None)
+            part = module.alone(whole, items, tokens)
+            if weights is not None:
+                part.backward(weights[items, rows])
+            (out[None] if packed else out)[items, rows] = part.detach()
     gradients = () if dout is None else (leaf.grad, *(part.grad for part in _trained(module).values()))
     return Result(out, gradients)
 

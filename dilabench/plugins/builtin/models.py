@@ -28,6 +28,11 @@ def _without_sdpa(workload: Workload) -> str | None:
     return "transformers refuses sdpa for this model, which has sinks or caps scores" if has_none else None
 
 
+def _without_padding(workload: Workload) -> str | None:
+    is_whole = workload.model is None or workload.model.lengths is None
+    return None if is_whole else "it takes no mask, so that it would see padding"
+
+
 def _only_itself(workload: Workload) -> str | None:
     return None if workload.window == ITSELF else "it has no attention, so that it is what a window of 0,0 gives"
 
@@ -46,7 +51,7 @@ MODEL_STEPS: tuple[Implementation, ...] = (
         "eager-rows-model",
         "a model's step with eager attention of 512 queries at a time: a reference where sdpa is refused",
         f"{BUILDERS}:build_eager_rows",
-        supports=replace(_PLAIN, layouts=frozenset({"padded"})),
+        supports=replace(_PLAIN, layouts=frozenset({"padded"}), check=_without_padding),
         requires=(TRANSFORMERS,),
         takes="model",
         role="oracle",

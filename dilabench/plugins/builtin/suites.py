@@ -56,6 +56,7 @@ class ModelOptions(Model):
     """The form of the batch."""
 
     packed: bool = Field(False, description="Pack documents of random lengths into one row (median 1K tokens).")
+    padded: bool = Field(False, description="Pad a batch of sequences of random lengths (4 if no batch_size is set).")
 
 
 class ChoiceOptions(Model):

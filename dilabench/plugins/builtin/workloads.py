@@ -126,6 +126,12 @@ def drawn_bounds(length: int, draw: Callable[[Random], float]) -> tuple[int, ...
     return tuple(bounds)
 
 
+def drawn_lengths(length: int, count: int) -> tuple[int, ...]:
+    """Tokens of each sequence of a padded batch, from a quarter of the longest on, which comes first."""
+    random = Random(0)
+    return (length, *(random.randint(-(-length // 4), length) for _ in range(count - 1)))
+
+
 def document_length(random: Random) -> float:
     """Tokens: log-normal, median 1K, sigma 1.3."""
     return random.lognormvariate(log(1024), 1.3)

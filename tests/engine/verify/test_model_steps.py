@@ -21,6 +21,7 @@ LLAMA = {"source": "llama", "layers": 3, "width": 64, "inner": 96, "vocabulary":
 WINDOWED = {**LLAMA, "source": "mistral", "options": {"sliding_window": 40}}
 PACKED = {"layout": "packed", "cu_seqlens": (0, 50, 51, 130)}
 GENERATED = {"mode": "forward", "query_len": 1}
+PADDED = {"batch_size": 2, "model": {**LLAMA, "lengths": (93, 130)}}
 GPT_OSS = {"model": PRESETS["gpt_oss_tiny"]["model"]}
 GEMMA2 = {name: PRESETS["gemma2_tiny"][name] for name in ("model", "softcap")}
 
@@ -98,6 +99,30 @@ def test_values_are_the_attention_of_each_token_alone_with_sinks_and_caps(model)
     assert verification.passed, why
 
 
+@pytest.mark.parametrize("fields", [slow({}), {"mode": "forward"}, slow(GENERATED)], ids=str)
+@pytest.mark.parametrize("name", [slow("sdpa-model"), "dilabench-model"])
+def test_padded_sequences_are_as_alone(name, fields):
+    verification, why = verified(target_of(name), **PADDED, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+def test_losses_of_padding_do_not_count(chosen):
+    verification, why = verified(f"{__name__}:build_with_losses_of_padding", **PADDED)
+    assert verification.passed, f"without a mistake: {why}"
+    chosen[0] = True
+    assert not verified(f"{__name__}:build_with_losses_of_padding", **PADDED)[0].passed
+
+
+def build_with_losses_of_padding(workload, context):
+    from dilabench.compat.transformers.model import build_sdpa
+
+    step = build_sdpa(workload, context)
+    if CHOSEN[0]:
+        step.seen = torch.ones_like(step.seen)
+    return step
+
+
 @pytest.mark.parametrize("fields", [slow({}), PACKED], ids=str)
 def test_a_pattern_is_compared_with_its_counts(fields):
     dilated = {"pattern": "dilated", "segment_lengths": (32, 128), "dilation_rates": (1, 2)}
@@ -167,7 +192,10 @@ def attend(
     scores = query.to(scores) @ key.to(scores).mT * scaling
     if softcap is not None and miss != "softcap dropped":
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None and miss != "padding ignored":
+        seen = seen & (mask == 0)
+    # Padding sees nothing.
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     sinks = torch.full((query.shape[1],), -torch.inf) if s_aux is None or miss == "sinks dropped" else s_aux
     scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     out = scores.softmax(-1)[..., : len(keys)].to(value.dtype) @ value
@@ -190,6 +218,7 @@ MISSES = {
     "decoding: window ignored": {"model": WINDOWED, **GENERATED},
     "decoding: sinks dropped": {**GPT_OSS, **GENERATED},
     "softcap dropped": GEMMA2,
+    "padding ignored": {**PADDED, "mode": "forward"},
     "positions off by one": GENERATED,
 }
 MORE_MISSES = {
@@ -199,18 +228,21 @@ MORE_MISSES = {
     "decoding: window too short by one": {"model": WINDOWED, **GENERATED},
     "decoding: heads of keys in another order": GENERATED,
     "decoding: softcap dropped": {**GEMMA2, **GENERATED},
+    "decoding: padding ignored": {**PADDED, **GENERATED},
     "sinks dropped": GPT_OSS,
 }
 
 
 def build_near_miss(workload, context):
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from dilabench.compat.transformers.model import _built
 
     ALL_ATTENTION_FUNCTIONS.register("near_miss", lambda *given, **named: attend(*given, **named, miss=CHOSEN[0]))
-    ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", lambda *_, **__: None)
+    # Only padding is not known from the arguments.
+    masks = (lambda *_, **__: None) if workload.model.lengths is None else eager_mask
+    ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", masks)
     step = _built(workload, context, "near_miss")
     step.model.base_model.register_forward_pre_hook(with_whole_cache, with_kwargs=True)
     return step
