@@ -127,7 +127,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "model",
-        "how much faster a whole step of a model is, trained or prefilled, and how much of it is attention",
+        "how much faster a model trains, prefills or generates, and how much of its step is attention",
         "dilabench.suites.model:expand",
         analysis="dilabench.suites.model:analyse",
         # What a user waits for: a step launches hundreds of kernels.
