@@ -56,8 +56,10 @@ def second_implementations(
     takes = catalogue.implementations.get(case.implementation).takes
     if takes == "model":
         own = [model for model in catalogue.implementations if catalogue.implementations.origin(model.name) == BUILTIN]
+        project = catalogue.implementations.get(case.implementation).project
         oracles, plain = (
-            [model for model in own if (model.takes, model.role) == (takes, role)] for role in ("oracle", "plain")
+            [model for model in own if (model.takes, model.role, model.project) == (takes, role, project)]
+            for role in ("oracle", "plain")
         )
         dense = workload.replace(pattern=DENSE, window=UNBOUNDED)
         able = [model for model in plain if not catalogue.unsupported(model, dense, machine.device)]

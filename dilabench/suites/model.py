@@ -8,6 +8,7 @@ from dilabench.comparison.view import PairView, RowView, measured_view, pair_vie
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.workloads import document_length, drawn_bounds, drawn_lengths
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Measured, PlannedCase, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, row_name
 from dilabench.report.findings import BarPlot, Bars, Section
@@ -39,23 +40,41 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         raise EnvironmentNotReady(
             "suite 'model' builds models of transformers, which is not installed: pip install 'dilabench[transformers]'"
         )
-    models = [model for model in planner.catalogue.implementations if model.takes == "model"]
     named = {planner.catalogue.implementations.get(name).name for name in request.implementations}
     cases: list[PlannedCase] = []
     for asked in _workloads(request, planner):
-        dense, before = as_dense(asked), len(cases)
+        before = len(cases)
+        assert asked.model is not None
+        models = [
+            model
+            for model in planner.catalogue.implementations
+            if (model.takes, model.project) == ("model", asked.model.project)
+        ]
+        # LongNet's models have no dense form.
+        is_dense = any(model.supports.computes(DENSE.kind) for model in models)
+        dense = as_dense(asked) if is_dense else asked
         for model in models:
             is_usual = model.role in ("plain", "method") and not model.compiles
             if model.role == "yardstick":
                 cases += planner.plan(model, dense.model_copy(update={"window": ITSELF}))
             elif model.name in named if named else is_usual:
                 cases += planner.plan(model, dense)
-                if asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
+                if is_dense and asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
                     cases += planner.plan(model, asked, role="yardstick")
         if not named and not any(case.role == "plain" and case.skip is None for case in cases[before:]):
             eager = next(model for model in models if model.role == "oracle")
             cases += planner.plan(eager, dense, role="plain")
+        cases[before:] = [_with_install(case, models, planner) for case in cases[before:]]
     return tuple(cases)
+
+
+def _with_install(planned: PlannedCase, models: Sequence[Implementation], planner: Planner) -> PlannedCase:
+    """The case; if its project is missing, the reason says how to get it."""
+    model = next(model for model in models if model.name == planned.case.implementation)
+    if planned.skip is None or model.project is None or planner.catalogue.find_module(model.project) is not None:
+        return planned
+    skip = planned.skip.model_copy(update={"why": f"{planned.skip.why}: {model.install}"})
+    return planned.model_copy(update={"skip": skip})
 
 
 def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadRequest]:
@@ -204,7 +223,7 @@ def _lines(steps: Steps, versus: Versus) -> Iterator[tuple[str, ...]]:
         compared, share, enqueued = versus(steps, view), steps.share(view), view.timing.columns.column("enqueue_ns")
         host = [time_ns for slot in enqueued for time_ns in slot]
         pattern = view.row.case.workload.pattern
-        name = row_name(view.row) + ("" if pattern == DENSE else f", {pattern.label()}")
+        name = row_name(view.row) + (f", {pattern.label()}" if view in others else "")
         yield (
             steps.heading,
             name,

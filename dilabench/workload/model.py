@@ -26,10 +26,12 @@ class ModelShape(Extended):
     without arguments that returns a causal model of transformers. name: as tables show it. width: channels of its
     embeddings. inner: channels of its feed-forward layers. options: further fields of its configuration. sdpa: False if
     transformers refuses to compute it with torch's scaled_dot_product_attention, as for sinks and capped scores.
+    project: the public project that builds it, None for transformers: 'torchscale' builds LongNet's encoder, or with a
+    causal mask its decoder, whose source is a word for it.
     lengths: tokens of each sequence of a padded batch; padding is behind them in training, else before them.
     """
 
-    later: ClassVar = ("sdpa", "lengths")
+    later: ClassVar = ("sdpa", "lengths", "project")
     source: str
     name: str = ""
     layers: int = Field(ge=1)
@@ -38,6 +40,7 @@ class ModelShape(Extended):
     inner: int | None = Field(default=None, ge=1)
     options: tuple[tuple[str, str | float | int | bool | None], ...] = ()
     sdpa: bool | None = None
+    project: str | None = None
     lengths: tuple[Annotated[int, Field(ge=1)], ...] | None = None
 
     @model_validator(mode="before")

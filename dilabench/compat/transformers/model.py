@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilabench.choice.descriptors import load_target
 from dilabench.compat.transformers import register
+from dilabench.compat.without_attention import Values
 from dilabench.contracts import BuildContext
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dense import DENSE
@@ -253,25 +254,7 @@ def _by_rows(
 
 
 def _values(_module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    return _Values.apply(query, key, value), None
-
-
-class _Values(torch.autograd.Function):
-    """The values of each query's own token, [B, M, H, D], the last ones. Gradients of query and key are there, and 0,
-    so that the layers before them have their backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(query, key)
-        own = value[:, :, -query.shape[2] :]
-        return own.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key = ctx.saved_tensors
-        dvalue = dout.transpose(1, 2).unflatten(1, (key.shape[1], -1)).sum(2)
-        return torch.zeros_like(query), torch.zeros_like(key), dvalue
+    return Values.apply(query, key, value), None
 
 
 def _log_counts(workload: Workload) -> Tensor:

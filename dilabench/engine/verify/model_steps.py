@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilabench.choice.computation import load_backend
 from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes, result_form
@@ -78,7 +79,7 @@ class ModelSteps:
         """The checks of a prepared call."""
         short = short_form(call.workload)
         seed, seconds = call.spec.seed, call.spec.seconds
-        own = SecondSpec(name=call.spec.case.implementation, target=call.spec.target)
+        own = SecondSpec(name=call.spec.case.implementation, target=call.spec.target, backend=call.spec.backend)
         x, dout = _drawn(short, seed, self.device)
         built = _built(own, short, self.device)
         parameters = _same_parameters(built, _built(seconds[0], short, self.device))
@@ -87,14 +88,14 @@ class ModelSteps:
             return
         names = [CheckName.DX, *(f"d {name}" for name in _trained(built))]
         function = Call(built, [*_trained(built).values()])
-        yield from self._compared(function, names, short, x, dout, seed, seconds, "short, against eager")
+        yield from self._compared(function, names, short, x, dout, seed, seconds)
         yield _dependency(own, seconds[0], short, x, self.device)
         if hides_nothing(call.workload):
             function = Call(call.whole, call.parameters)
             x = call.inputs(0).q.detach()
             dout = call.output_gradient() if call.workload.mode != "forward" else None
             names = [CheckName.DX, *(f"d {name}" for name in _trained(call.module))]
-            yield from self._compared(function, names, call.workload, x, dout, seed, seconds[1:], "against sdpa")
+            yield from self._compared(function, names, call.workload, x, dout, seed, seconds[1:], as_timed=True)
             yield from function.unchanged()
 
     def forget(self) -> None:
@@ -110,13 +111,15 @@ class ModelSteps:
         dout: Tensor | None,
         seed: int,
         seconds: Sequence[SecondSpec],
-        of: str,
+        *,
+        as_timed: bool = False,
     ) -> Iterator[Check]:
+        of = "against sdpa" if as_timed else "short, against eager"
         key = workload, seed
         if key not in self._known:
             if len(self._known) > 2:
                 self._known.clear()
-            self._known[key] = _exact(workload, x, dout, seconds, self.device)
+            self._known[key] = _exact(workload, x, dout, seconds, self.device, as_timed)
         exact = self._known[key]
         result = function([x], dout)
         shape, dtype = result_form(workload, "model", x)
@@ -173,7 +176,8 @@ def _drawn(workload: Workload, seed: int, device: torch.device) -> tuple[Tensor,
 
 
 def _built(second: SecondSpec, workload: Workload, device: torch.device) -> nn.Module:
-    module: nn.Module = load_target(second.target)(workload, BuildContext(device=device))
+    backend = load_backend(second.backend) if second.backend else None
+    module: nn.Module = load_target(second.target)(workload, BuildContext(device=device, backend=backend))
     return module
 
 
@@ -235,12 +239,17 @@ def _dependency(own: SecondSpec, eager: SecondSpec, short: Workload, x: Tensor, 
 
 
 def _exact(
-    workload: Workload, x: Tensor, dout: Tensor | None, seconds: Sequence[SecondSpec], device: torch.device
+    workload: Workload,
+    x: Tensor,
+    dout: Tensor | None,
+    seconds: Sequence[SecondSpec],
+    device: torch.device,
+    as_timed: bool,
 ) -> Exact:
     """By the first model in a wider dtype, and the errors of the last, in the workload's, for a dense workload."""
-    wide = torch.float64 if x.dtype.itemsize > 2 or len(seconds) > 1 else torch.float32
+    wide = torch.float64 if x.dtype.itemsize > 2 or not as_timed else torch.float32
     module: Any = _built(seconds[0], workload, device).to(wide)
-    if len(seconds) == 1 and dout is not None:
+    if as_timed and dout is not None:
         module.checkpointed()
     found = _by_documents(module, workload, x.to(wide), None if dout is None else dout.to(wide))
     module = None

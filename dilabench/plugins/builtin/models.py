@@ -1,8 +1,10 @@
 """A model's step by attention, as data. The models that have a name are presets (`workloads`)."""
 
 from dataclasses import replace
+from typing import Any
 
 from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, CUDA, DENSE, HALF
+from dilabench.plugins.builtin.peers import FLASH_ATTN_2, STAND_IN, TORCHSCALE
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import ITSELF, UNBOUNDED, Workload
 
@@ -37,7 +39,7 @@ def _only_itself(workload: Workload) -> str | None:
     return None if workload.window == ITSELF else "it has no attention, so that it is what a window of 0,0 gives"
 
 
-MODEL_STEPS: tuple[Implementation, ...] = (
+TRANSFORMERS_STEPS: tuple[Implementation, ...] = (
     Implementation(
         "eager-model",
         "a model's step with eager attention of transformers, a mask for every pair: what others are compared with",
@@ -100,3 +102,52 @@ MODEL_STEPS: tuple[Implementation, ...] = (
         role="yardstick",
     ),
 )
+
+TORCHSCALE_BUILDERS = "dilabench.compat.torchscale_model"
+_LONGNET = replace(TORCHSCALE.supports, layouts=frozenset({"padded"}), modes=frozenset({"forward", "both"}))
+_WITH_WINDOW = replace(_LONGNET, window=True)
+_OF_TORCHSCALE: dict[str, Any] = {
+    "requires": TORCHSCALE.requires,
+    "takes": "model",
+    "project": TORCHSCALE.project,
+    "install": TORCHSCALE.install,
+}
+
+TORCHSCALE_STEPS: tuple[Implementation, ...] = (
+    Implementation(
+        "torchscale-eager-model",
+        "a step of LongNet's encoder or decoder, torchscale's own attention over plain products of all scores",
+        f"{TORCHSCALE_BUILDERS}:build_plain",
+        supports=_WITH_WINDOW,
+        role="oracle",
+        **_OF_TORCHSCALE,
+    ),
+    Implementation(
+        "torchscale-model",
+        "a step of LongNet's encoder or decoder as torchscale has it, branch by branch through flash-attn",
+        f"{TORCHSCALE_BUILDERS}:build_torchscale",
+        supports=_LONGNET,
+        role="plain",
+        uses_backend=True,
+        backends=FLASH_ATTN_2,
+        quirks=(STAND_IN,),
+        **_OF_TORCHSCALE,
+    ),
+    Implementation(
+        "torchscale-dilabench-model",
+        "the same with dilabench's attention (`compat.torchscale.patch`)",
+        f"{TORCHSCALE_BUILDERS}:build_dilabench",
+        supports=_LONGNET,
+        **_OF_TORCHSCALE,
+    ),
+    Implementation(
+        "torchscale-identity-model",
+        "the same with values instead of attention: what remains of it",
+        f"{TORCHSCALE_BUILDERS}:build_identity",
+        supports=_WITH_WINDOW,
+        role="yardstick",
+        **_OF_TORCHSCALE,
+    ),
+)
+
+MODEL_STEPS = (*TRANSFORMERS_STEPS, *TORCHSCALE_STEPS)

@@ -5,10 +5,11 @@ dilated. So are the real models: torchscale's function in float16, not causal. S
 of the papers that they name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import log
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from dilabench.plugins.descriptors import WorkloadPreset
@@ -369,16 +370,23 @@ def _whole_model(
     shape: tuple[int, int, int, int, int],
     *,
     dtype: str = "bfloat16",
-    softcap: float | None = None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
     **sizes: Any,
 ) -> WorkloadPreset:
-    """A step of a whole model of transformers, around attention of this shape (B, H, K, D, N)."""
-    fields = {"dtype": dtype, "mode": "both", "model": {"source": source, "name": name, **sizes}}
-    return _preset(name, summary, shape, **fields, **({} if softcap is None else {"softcap": softcap}))
+    """A step of a whole model, around attention of this shape (B, H, K, D, N) with these further fields."""
+    model = {"source": source, "name": name, **sizes}
+    return _preset(name, summary, shape, **{"dtype": dtype, "mode": "both", "model": model, **fields})
 
 
 TIED = {"tie_word_embeddings": True}
 # Rotary positions are scaled by the length for which it was made.
+LONGNET: dict[str, Any] = {
+    "pattern": "dilated",
+    "offset": "blocked",
+    "merge_grad": "detached",
+    "padding": "zero_key",
+    "causal": True,
+}
 GPT_OSS = {"sliding_window": 128, "max_position_embeddings": 131072}
 # Whole models (suite `model`), of random weights.
 MODELS: tuple[WorkloadPreset, ...] = (
@@ -458,7 +466,7 @@ MODELS: tuple[WorkloadPreset, ...] = (
         "two layers of Gemma 2 2B, scores capped, one with a window of 4096",
         "gemma2",
         (1, 8, 4, 256, 8192),
-        softcap=50.0,
+        fields={"softcap": 50.0},
         layers=2,
         width=2304,
         inner=9216,
@@ -472,13 +480,57 @@ MODELS: tuple[WorkloadPreset, ...] = (
         "gemma2",
         (1, 4, 2, 16, 512),
         dtype="auto",
-        softcap=50.0,
+        fields={"softcap": 50.0},
         layers=2,
         width=64,
         inner=128,
         vocabulary=512,
         options={"sliding_window": 128, "query_pre_attn_scalar": 16},
         sdpa=False,
+    ),
+    # gigapath_slide_enc12l768d. Its head is one of two classes for each tile.
+    _whole_model(
+        "gigapath_encoder",
+        "Prov-GigaPath's slide encoder, 12 layers of torchscale",
+        "longnet",
+        (1, 16, 16, 48, 10001),
+        dtype="float16",
+        fields={
+            **LONGNET,
+            "causal": False,
+            "segment_lengths": GIGAPATH_SEGMENTS,
+            "dilation_rates": (1, 2, 4, 8, 16),
+        },
+        project="torchscale",
+        layers=12,
+        width=768,
+        inner=3072,
+        vocabulary=2,
+    ),
+    _whole_model(
+        "longnet_decoder",
+        "LongNet's language model, 12 layers of torchscale",
+        "longnet",
+        (1, 12, 12, 64, 32768),
+        fields={**LONGNET, "segment_lengths": LONGNET_SEGMENTS, "dilation_rates": (1, 2, 4, 8, 16)},
+        project="torchscale",
+        layers=12,
+        width=768,
+        inner=3072,
+        vocabulary=64000,
+    ),
+    _whole_model(
+        "longnet_tiny",
+        "two small layers of torchscale's LongNet, for a CPU",
+        "longnet",
+        (1, 4, 4, 16, 512),
+        dtype="auto",
+        fields={**LONGNET, "segment_lengths": (64, 256), "dilation_rates": (1, 2)},
+        project="torchscale",
+        layers=2,
+        width=64,
+        inner=128,
+        vocabulary=128,
     ),
 )
 
