@@ -63,7 +63,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
                     cases += planner.plan(model, asked, role="yardstick")
         if not named and not any(case.role == "plain" and case.skip is None for case in cases[before:]):
             eager = next(model for model in models if model.role == "oracle")
-            cases += planner.plan(eager, dense, role="plain")
+            cases += (case for case in planner.plan(eager, dense, role="plain") if case.skip is None)
         cases[before:] = [_with_install(case, models, planner) for case in cases[before:]]
     return tuple(cases)
 
