@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
-from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.errors import ConfigError, EnvironmentNotReady, listed
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.workloads import document_length, drawn_bounds, drawn_lengths
 from dilabench.plugins.descriptors import Implementation
@@ -36,20 +36,20 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     sees itself alone. What compiles for long is planned only if it is named. If transformers refuses SDPA for a model,
     eager attention is planned instead, as transformers does. Raises EnvironmentNotReady without transformers.
     """
-    if planner.catalogue.find_module("transformers") is None:
-        raise EnvironmentNotReady(
-            "suite 'model' builds models of transformers, which is not installed: pip install 'dilabench[transformers]'"
-        )
     named = {planner.catalogue.implementations.get(name).name for name in request.implementations}
     cases: list[PlannedCase] = []
     for asked in _workloads(request, planner):
-        before = len(cases)
-        assert asked.model is not None
-        models = [
-            model
-            for model in planner.catalogue.implementations
-            if (model.takes, model.project) == ("model", asked.model.project)
-        ]
+        before, project = len(cases), asked.model and asked.model.project
+        steps = [model for model in planner.catalogue.implementations if model.takes == "model"]
+        models = [model for model in steps if model.project == project]
+        if not models:
+            known = listed(sorted({model.project for model in steps if model.project}), "or")
+            raise ConfigError(f"project {project!r} builds no models here; use {known}, or none for transformers")
+        if project is None and planner.catalogue.find_module("transformers") is None:
+            raise EnvironmentNotReady(
+                "suite 'model' builds models of transformers, which is not installed: "
+                "pip install 'dilabench[transformers]'"
+            )
         # LongNet's models have no dense form.
         is_dense = any(model.supports.computes(DENSE.kind) for model in models)
         dense = as_dense(asked) if is_dense else asked
@@ -96,7 +96,8 @@ def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadReques
 def _padded(asked: WorkloadRequest, request: RunRequest) -> WorkloadRequest:
     """The request with sequences of other lengths in a batch."""
     count = int(request.overrides.get("batch_size", PADDED))
-    assert asked.model is not None
+    if asked.model is None:
+        return asked
     model = asked.model.model_copy(update={"lengths": drawn_lengths(asked.seq_len, count)})
     return asked.model_copy(update={"model": model, "batch_size": count})
 

@@ -122,6 +122,22 @@ def test_without_transformers_the_way_out_is_named(catalogue, monkeypatch):
         plan(catalogue)
 
 
+def test_other_workloads_and_projects_are_refused(catalogue):
+    planned = plan(catalogue, configs=["longnet_32k"], run={"options": {"padded": True}})
+    assert all("the workload has none" in case.skip.why for case in planned if case.takes == "model")
+    model = {"source": "longnet", "project": "unheard_of", "layers": 2, "width": 64, "vocabulary": 128}
+    with pytest.raises(ConfigError, match="'unheard_of' builds no models here; use torchscale"):
+        plan(catalogue, workload={"model": model})
+
+
+def test_torchscales_models_say_how_to_get_it(catalogue, monkeypatch):
+    monkeypatch.setattr(type(catalogue), "find_module", lambda *_: None)
+    planned = plan(catalogue, HOPPER, configs=["gigapath_encoder"])
+    names = {"torchscale-model", "torchscale-dilabench-model", "torchscale-identity-model"}
+    assert {case.case.implementation for case in planned} == names
+    assert all("git clone https://github.com/microsoft/torchscale" in case.skip.why for case in planned)
+
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
