@@ -23,8 +23,14 @@ ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
 # Sequences of a padded batch.
 PADDED = 4
 # What a step is called over its table, and what a row does in the answer.
-STEPS = {"both": "training step", "forward": "first token", GENERATE: "next token"}
-DOES = {"both": "makes a step", "forward": "gives the first token", GENERATE: "gives a token"}
+PREFILL = "prefill"
+STEPS = {"both": "training step", "forward": "forward pass", PREFILL: "first token", GENERATE: "next token"}
+DOES = {
+    "both": "makes a step",
+    "forward": "makes a forward pass",
+    PREFILL: "gives the first token",
+    GENERATE: "gives a token",
+}
 COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "speed-up")
 NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 
@@ -181,7 +187,11 @@ def _steps(record: RunRecord) -> Iterator[Steps]:
 
 
 def _kind(shape: Workload) -> str:
-    return shape.mode if shape.query_len is None else GENERATE
+    if shape.query_len is not None:
+        return GENERATE
+    # Packed documents, and models of a project, fill no cache.
+    fills_cache = shape.layout == "padded" and shape.model is not None and shape.model.project is None
+    return PREFILL if shape.mode == "forward" and fills_cache else shape.mode
 
 
 def _dense(steps: Steps) -> tuple[RowView, ...]:

@@ -240,7 +240,11 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
 
 @pytest.mark.parametrize(
     ("fields", "does"),
-    [({"mode": "prefill"}, "gives the first token"), ({"mode": "prefill", "query_len": 1}, "gives a token")],
+    [
+        ({"mode": "prefill"}, "gives the first token"),
+        ({"mode": "prefill", "query_len": 1}, "gives a token"),
+        ({"mode": "prefill", "layout": "packed", "batch_size": 1}, "makes a forward pass"),
+    ],
     ids=str,
 )
 def test_a_step_that_generates_is_named_by_its_token(record, does):
