@@ -71,7 +71,9 @@ DTypeName = Annotated[
     typer.Option("--dtype", metavar="DTYPE", help="float64, float32, float16, bfloat16 or auto."),
     OldNames(["--precision"]),
 ]
-ModeName = Annotated[str | None, typer.Option("--mode", metavar="MODE", help="forward, backward or both.")]
+ModeName = Annotated[
+    str | None, typer.Option("--mode", metavar="MODE", help="forward, backward or both; of a model also generate.")
+]
 Backends = Annotated[
     list[str] | None,
     typer.Option("--backend", "-b", metavar="NAME", help="A dense kernel, auto or all. Repeatable."),

@@ -16,7 +16,11 @@ class Bound(NamedTuple):
 
 
 def nearer_bound(view: RowView, ceilings: Mapping[str, float]) -> Bound | None:
-    """The measured ceiling of which the least work takes the larger share of the median; None without ceilings."""
+    """The measured ceiling of which the least work takes the larger share of the median; None without ceilings, and
+    for a step of a model, most of whose work is not attention.
+    """
+    if view.row.case.workload.model is not None:
+        return None
     workload, seconds = view.row.case.workload, view.median_ns * 1e-9
     limits = (
         ("memory", least_bytes(workload), ceilings.get(COPY_KEY)),

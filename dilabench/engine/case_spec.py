@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from dilabench.engine.call.specs import BackendSpec, CaseSpec, SecondSpec
 from dilabench.machine import Machine
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import BUILTIN, Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Optimizations
 from dilabench.validation import content_hash
-from dilabench.workload.spec import flops
+from dilabench.workload.spec import UNBOUNDED, flops
 
 MOST = 3
 
@@ -47,14 +48,21 @@ def second_implementations(
 
     Another implementation comes before another kernel below the same one, a plain method before others. None if a call
     takes more work than is affordable, and for calls that take embeddings. Implementations that compile at their first
-    call or need an extra library are excluded. For a model: that with eager attention, and that with SDPA.
+    call or need an extra library are excluded. For a model: that with eager attention, and that with SDPA, or if SDPA
+    cannot compute it with eager attention by rows.
     """
     workload = case.workload
     takes = catalogue.implementations.get(case.implementation).takes
     if takes == "model":
         own = [model for model in catalogue.implementations if catalogue.implementations.origin(model.name) == BUILTIN]
-        models = [model for model in own if model.takes == takes]
-        yield from ((model, None) for role in ("oracle", "plain") for model in models if model.role == role)
+        project = catalogue.implementations.get(case.implementation).project
+        oracles, plain = (
+            [model for model in own if (model.takes, model.role, model.project) == (takes, role, project)]
+            for role in ("oracle", "plain")
+        )
+        dense = workload.replace(pattern=DENSE, window=UNBOUNDED)
+        able = [model for model in plain if not catalogue.unsupported(model, dense, machine.device)]
+        yield from ((model, None) for model in (oracles[0], *(able or oracles[1:])))
         return
     if takes != "heads" or flops(workload) > machine.facts.affordable_flops:
         return

@@ -51,8 +51,10 @@ def _work(workload: Workload) -> float:
     projections = 2 * (workload.num_heads + workload.num_kv_heads) * workload.head_dim
     of_layer = model.width * (projections + 3 * (model.inner or 4 * model.width))
     trained = workload.mode != "forward"
-    weights = model.layers * of_layer + trained * model.vocabulary * model.width
-    return model.layers * flops(workload) + 2.0 * weights * workload.tokens * (3 if trained else 1)
+    # Of a prefill the last token of each sequence has logits.
+    with_logits = workload.tokens if trained or workload.query_len else workload.batch_size
+    weights = model.layers * of_layer * workload.tokens + model.vocabulary * model.width * with_logits
+    return model.layers * flops(workload) + 2.0 * weights * (3 if trained else 1)
 
 
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:

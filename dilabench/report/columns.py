@@ -171,8 +171,8 @@ def _bound(line: DisplayRow) -> str:
 
 
 def has_last_rows(workload: Workload) -> bool:
-    """Return True if the queries are fewer than the keys: reading these may then take longer than computing."""
-    return workload.query_len is not None
+    """Return True if queries of an attention are fewer than its keys: reading these may take longer than computing."""
+    return workload.query_len is not None and workload.model is None
 
 
 def latency_interval(median_ns: float, interval: Interval | None) -> str:

@@ -5,23 +5,33 @@ from dataclasses import dataclass
 from statistics import median
 
 from dilabench.comparison.view import PairView, RowView, measured_view, pair_views
-from dilabench.errors import EnvironmentNotReady
+from dilabench.errors import ConfigError, EnvironmentNotReady, listed
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.models import ITSELF
-from dilabench.plugins.builtin.workloads import document_length, drawn_bounds
+from dilabench.plugins.builtin.workloads import document_length, drawn_bounds, drawn_lengths
+from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Measured, PlannedCase, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, row_name
 from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
-from dilabench.units import format_latency, format_ratio, percent_text, significant
-from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
+from dilabench.units import format_count, format_latency, format_ratio, percent_text, significant
+from dilabench.workload.spec import GENERATE, ITSELF, UNBOUNDED, Workload, WorkloadRequest
 
 NS_PER_MS = 1e6
 # What runs without --config: its preset and lengths.
 ON_GPU, ON_CPU = ("llama_400m", (2**13, 2**15)), ("llama_tiny", (2**9,))
-STEPS = {"both": "training step", "forward": "prefill"}
-COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "vs sdpa")
+# Sequences of a padded batch.
+PADDED = 4
+# What a step is called over its table, and what a row does in the answer.
+PREFILL = "prefill"
+STEPS = {"both": "training step", "forward": "forward pass", PREFILL: "first token", GENERATE: "next token"}
+DOES = {
+    "both": "makes a step",
+    "forward": "makes a forward pass",
+    PREFILL: "gives the first token",
+    GENERATE: "gives a token",
+}
+COLUMNS_OF_ANSWER = ("workload", "attention", "step", "tok/s", "peak mem.", "of it attention", "host", "speed-up")
 NUMERIC = frozenset(COLUMNS_OF_ANSWER[2:])
 
 
@@ -29,39 +39,82 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The step with each attention that can run here, without attention, and with a requested pattern.
 
     The pattern is another function, so that its rows are unranked; so are those without attention, each token of which
-    sees itself alone. What compiles for long is planned only if it is named. Raises EnvironmentNotReady without
-    transformers.
+    sees itself alone. What compiles for long is planned only if it is named. If transformers refuses SDPA for a model,
+    eager attention is planned instead, as transformers does. Raises EnvironmentNotReady without transformers.
     """
-    if planner.catalogue.find_module("transformers") is None:
-        raise EnvironmentNotReady(
-            "suite 'model' builds models of transformers, which is not installed: pip install 'dilabench[transformers]'"
-        )
-    models = [model for model in planner.catalogue.implementations if model.takes == "model"]
     named = {planner.catalogue.implementations.get(name).name for name in request.implementations}
     cases: list[PlannedCase] = []
     for asked in _workloads(request, planner):
-        dense = as_dense(asked)
+        before, project = len(cases), asked.model and asked.model.project
+        steps = [model for model in planner.catalogue.implementations if model.takes == "model"]
+        models = [model for model in steps if model.project == project]
+        if not models:
+            known = listed(sorted({model.project for model in steps if model.project}), "or")
+            raise ConfigError(f"project {project!r} builds no models here; use {known}, or none for transformers")
+        if project is None and planner.catalogue.find_module("transformers") is None:
+            raise EnvironmentNotReady(
+                "suite 'model' builds models of transformers, which is not installed: "
+                "pip install 'dilabench[transformers]'"
+            )
+        # LongNet's models have no dense form.
+        is_dense = any(model.supports.computes(DENSE.kind) for model in models)
+        dense = as_dense(asked) if is_dense else asked
         for model in models:
             is_usual = model.role in ("plain", "method") and not model.compiles
             if model.role == "yardstick":
                 cases += planner.plan(model, dense.model_copy(update={"window": ITSELF}))
             elif model.name in named if named else is_usual:
                 cases += planner.plan(model, dense)
-                if asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
+                if is_dense and asked.pattern != DENSE.kind and model.supports.computes(asked.pattern):
                     cases += planner.plan(model, asked, role="yardstick")
+        if not named and not any(case.role == "plain" and case.skip is None for case in cases[before:]):
+            eager = next(model for model in models if model.role == "oracle")
+            cases += (case for case in planner.plan(eager, dense, role="plain") if case.skip is None)
+        cases[before:] = [_with_install(case, models, planner) for case in cases[before:]]
     return tuple(cases)
+
+
+def _with_install(planned: PlannedCase, models: Sequence[Implementation], planner: Planner) -> PlannedCase:
+    """The case; if its project is missing, the reason says how to get it."""
+    model = next(model for model in models if model.name == planned.case.implementation)
+    if planned.skip is None or model.project is None or planner.catalogue.find_module(model.project) is not None:
+        return planned
+    skip = planned.skip.model_copy(update={"why": f"{planned.skip.why}: {model.install}"})
+    return planned.model_copy(update={"skip": skip})
 
 
 def _workloads(request: RunRequest, planner: Planner) -> Iterator[WorkloadRequest]:
     name, lengths = ON_GPU if planner.machine.facts.own_memory else ON_CPU
     if not request.presets and "model" not in request.overrides:
         planner = planner.asking(presets=(name,), lengths=request.lengths or lengths)
+    packed, padded = (request.options.get(name) for name in ("packed", "padded"))
     for asked in planner.workload_requests([{}]):
-        if not request.options.get("packed"):
-            yield asked
-        else:
+        if packed and (padded or asked.mode == GENERATE):
+            other, why = ("--padded", "have no padding") if padded else ("mode generate", "fill no cache")
+            raise ConfigError(f"{other} and --packed: packed documents {why}; leave out one of them")
+        if packed:
             bounds = drawn_bounds(asked.seq_len, document_length)
             yield asked.model_copy(update={"layout": "packed", "cu_seqlens": bounds, "batch_size": 1})
+        else:
+            yield from _steps_of(_padded(asked, request) if padded else asked)
+
+
+def _padded(asked: WorkloadRequest, request: RunRequest) -> WorkloadRequest:
+    """The request with sequences of other lengths in a batch."""
+    count = int(request.overrides.get("batch_size", PADDED))
+    if asked.model is None:
+        return asked
+    model = asked.model.model_copy(update={"lengths": drawn_lengths(asked.seq_len, count)})
+    return asked.model_copy(update={"model": model, "batch_size": count})
+
+
+def _steps_of(asked: WorkloadRequest) -> Iterator[WorkloadRequest]:
+    """The request itself, or the prefill and the token after it that are generated."""
+    if asked.mode != GENERATE:
+        yield asked
+    else:
+        prefill = asked.model_copy(update={"mode": "forward", "query_len": None})
+        yield from (prefill, prefill.model_copy(update={"query_len": asked.query_len or 1}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +132,11 @@ class Steps:
         return None if without >= view.median_ns else 1 - without / view.median_ns
 
     @property
+    def step(self) -> str:
+        """The kind of step, as in `STEPS`."""
+        return _kind(self.shape)
+
+    @property
     def plain(self) -> RowView | None:
         """The row that speed-ups refer to."""
         return next((view for view in self.rows if view.row.planned.role == "plain"), None)
@@ -88,7 +146,7 @@ Versus = Callable[[Steps, RowView], PairView | None]
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """How many times as fast as SDPA each row makes the step, and how much of it is attention."""
+    """How many times as fast as the plain row, SDPA, each row makes the step, and how much of it is attention."""
     found = tuple(_steps(record))
     if not found:
         return ()
@@ -123,9 +181,17 @@ def _steps(record: RunRecord) -> Iterator[Steps]:
     for shape, views in groups.items():
         without = [view for view in views if view.row.case.workload.window == ITSELF]
         rows = tuple(view for view in views if view not in without)
-        heading = f"{shape.label()} · {STEPS.get(shape.mode, shape.mode)}"
+        heading = f"{shape.label()} · {STEPS[_kind(shape)]}"
         if rows:
             yield Steps(heading=heading, shape=shape, rows=rows, without=next(iter(without), None))
+
+
+def _kind(shape: Workload) -> str:
+    if shape.query_len is not None:
+        return GENERATE
+    # Packed documents, and models of a project, fill no cache.
+    fills_cache = shape.layout == "padded" and shape.model is not None and shape.model.project is None
+    return PREFILL if shape.mode == "forward" and fills_cache else shape.mode
 
 
 def _dense(steps: Steps) -> tuple[RowView, ...]:
@@ -136,8 +202,9 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     """'At 32K packed `dilabench-model` makes a step 4.4 times as fast as `sdpa-model`; attention is ...'."""
     shape, plain, rivals = steps.shape, steps.plain, _dense(steps)
     assert shape.model is not None
-    packed = " packed" if shape.layout == "packed" else ""
-    place = f"{shape.model.name} at {shape.length_label()}{packed}"
+    packed = " packed" if shape.layout == "packed" else " padded" if shape.model.lengths else ""
+    place = f"{shape.model.name} at {format_count(shape.seq_len)}{packed}"
+    does, step = DOES[steps.step], STEPS[steps.step]
     if not rivals:
         return f"{place}: no row with dense attention has a time."
     best, *others = sorted(rivals, key=lambda view: view.median_ns)
@@ -145,17 +212,17 @@ def _sentence(steps: Steps, versus: Versus) -> str:
     other = plain if plain is not best else next(iter(others), None)
     if plain is None or other is None:
         own = "" if share is None else f", {percent_text(share)} of it attention"
-        return f"{place}: `{name}` makes a step in {format_latency(best.median_ns)}{own}."
+        return f"{place}: `{name}` {does} in {format_latency(best.median_ns)}{own}."
     compared, theirs = versus(steps, other if best is plain else best), steps.share(other)
     if compared is not None and compared.faster is not None:
         times = significant(other.median_ns / best.median_ns, 2)
-        text = f"{place}: `{name}` makes a step {times} times as fast as `{row_name(other.row)}`"
+        text = f"{place}: `{name}` {does} {times} times as fast as `{row_name(other.row)}`"
     else:
         both = f"{format_latency(best.median_ns)} and {format_latency(other.median_ns)}"
-        text = f"{place}: `{name}` and `{row_name(other.row)}` make a step in {both}, too close to decide"
+        text = f"{place}, {step}: `{name}` and `{row_name(other.row)}` take {both}, too close to decide"
     if share is None or theirs is None:
         return f"{text}."
-    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s step, {percent_text(share)} of `{name}`'s"
+    shares = f"{percent_text(theirs)} of `{row_name(other.row)}`'s time, {percent_text(share)} of `{name}`'s"
     return f"{text}; attention is {shares}."
 
 
@@ -167,7 +234,7 @@ def _lines(steps: Steps, versus: Versus) -> Iterator[tuple[str, ...]]:
         compared, share, enqueued = versus(steps, view), steps.share(view), view.timing.columns.column("enqueue_ns")
         host = [time_ns for slot in enqueued for time_ns in slot]
         pattern = view.row.case.workload.pattern
-        name = row_name(view.row) + ("" if pattern == DENSE else f", {pattern.label()}")
+        name = row_name(view.row) + (f", {pattern.label()}" if view in others else "")
         yield (
             steps.heading,
             name,

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from dilabench.validation import Model
+from dilabench.validation import Extended
 
 # Fields of a configuration of transformers, by the fields of a ModelShape.
 CONFIG_FIELDS = {
@@ -16,16 +16,22 @@ CONFIG_FIELDS = {
     "vocabulary": "vocab_size",
 }
 CONFIG_FILE = "config.json"
+SLIDING_WINDOW, SOFTCAP = "sliding_window", "attn_logit_softcapping"
 
 
-class ModelShape(Model):
+class ModelShape(Extended):
     """A model whose step is computed, with the heads of its workload.
 
     source: a model type of transformers ('llama'), a folder with a `config.json`, or 'module:function' of a function
     without arguments that returns a causal model of transformers. name: as tables show it. width: channels of its
-    embeddings. inner: channels of its feed-forward layers. options: further fields of its configuration.
+    embeddings. inner: channels of its feed-forward layers. options: further fields of its configuration. sdpa: False if
+    transformers refuses to compute it with torch's scaled_dot_product_attention, as for sinks and capped scores.
+    project: the public project that builds it, None for transformers: 'torchscale' builds LongNet's encoder, or with a
+    causal mask its decoder, whose source is a word for it.
+    lengths: tokens of each sequence of a padded batch; padding is behind them in training, else before them.
     """
 
+    later: ClassVar = ("sdpa", "lengths", "project")
     source: str
     name: str = ""
     layers: int = Field(ge=1)
@@ -33,6 +39,9 @@ class ModelShape(Model):
     vocabulary: int = Field(ge=2)
     inner: int | None = Field(default=None, ge=1)
     options: tuple[tuple[str, str | float | int | bool | None], ...] = ()
+    sdpa: bool | None = None
+    project: str | None = None
+    lengths: tuple[Annotated[int, Field(ge=1)], ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +52,9 @@ class ModelShape(Model):
             return fields
         source = fields["source"]
         if "/" in source:
-            fields = {**_sizes(config_of(source)), **fields}
+            config = config_of(source)
+            window = {SLIDING_WINDOW: config[SLIDING_WINDOW]} if config.get(SLIDING_WINDOW) else {}
+            fields = {"options": window, **_sizes(config), **fields}
         options = fields.get("options", ())
         pairs = tuple(sorted(options.items())) if isinstance(options, dict) else options
         return {**fields, "options": pairs, "name": fields.get("name") or source.rstrip("/").rpartition("/")[2]}
@@ -53,6 +64,14 @@ class ModelShape(Model):
         """The fields of its configuration in transformers, without the fields of the heads."""
         sizes = {theirs: getattr(self, ours) for ours, theirs in CONFIG_FIELDS.items()}
         return {name: size for name, size in sizes.items() if size is not None} | dict(self.options)
+
+    def small(self, layers: int, window: int) -> "ModelShape":
+        """The model with at most this many layers, and this window in the layers that have one."""
+        options = tuple(
+            (name, min(value, window)) if name == SLIDING_WINDOW and isinstance(value, int) else (name, value)
+            for name, value in self.options
+        )
+        return self.model_copy(update={"layers": min(layers, self.layers), "options": options})
 
 
 def config_of(folder: str) -> dict[str, Any]:
@@ -70,13 +89,14 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     return {ours: config[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in config}
 
 
-def heads_of(config: dict[str, Any]) -> dict[str, int]:
-    """num_heads, num_kv_heads and head_dim of a configuration that has them."""
+def heads_of(config: dict[str, Any]) -> dict[str, Any]:
+    """num_heads, num_kv_heads, head_dim and softcap of a configuration that has heads."""
     heads = config.get("num_attention_heads")
     if not heads:
         return {}
     dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    return {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads, "head_dim": dim}
+    sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads") or heads, "head_dim": dim}
+    return sizes | {"softcap": config.get(SOFTCAP)}
 
 
 def with_heads(fields: dict[str, Any]) -> dict[str, Any]:

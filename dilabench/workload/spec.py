@@ -38,12 +38,16 @@ from dilabench.workload.model import ModelShape, with_heads
 from dilabench.workload.work import flops_per_pair
 
 Mode = Literal["forward", "backward", "both"]
+# Of a request: a prefill and the tokens after it, two workloads of a model.
+GENERATE = "generate"
 DType = Literal["float64", "float32", "float16", "bfloat16"]
 Layout = Literal["padded", "packed"]
 Window = tuple[int, int]
 
 MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
+# What each token of a window of itself sees.
+ITSELF: Window = (0, 0)
 # Backend or algorithm `auto`: the fastest that supports the call.
 AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -87,7 +91,8 @@ class Workload(Extended):
     `value_dim`: channels of values and out, None for `head_dim`. `softcap` c: scores s become c·tanh(s/c), after the
     scale and before masks.
     `model`: the computation is a step of this model, whose layers compute such an attention each: in mode `both` the
-    losses of all tokens and their gradients, in mode `forward` the last hidden states. None: attention alone.
+    losses of all tokens and their gradients, in mode `forward` the last hidden states, with `query_len` the logits of
+    tokens that are generated one by one. None: attention alone.
     """
 
     later: ClassVar = _ADDED
@@ -145,6 +150,8 @@ class Workload(Extended):
             raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
         if self.query_len is not None:
             self._check_queries(self.query_len)
+        if self.model is not None and self.model.lengths is not None:
+            self._check_padding(self.model.lengths)
         for shape in dict.fromkeys(self.shapes):
             if reason := self.pattern.why_not_over(shape):
                 raise ValueError(reason)
@@ -160,6 +167,16 @@ class Workload(Extended):
                 f"query_len {rows} with layout 'packed': packed sequences have a query at every position; "
                 "leave query_len out, or use layout=padded with batch_size"
             )
+
+    def _check_padding(self, lengths: tuple[int, ...]) -> None:
+        least = 1 if self.query_len is None else self.query_len + 1
+        if self.layout == "packed" or len(lengths) != self.batch_size or not least <= min(lengths):
+            raise ValueError(
+                f"lengths {list(lengths)} of a padded batch must be one for each of its {self.batch_size} sequences, "
+                f"at least {least}; packed ones are cu_seqlens"
+            )
+        if max(lengths) > self.seq_len:
+            raise ValueError(f"lengths {list(lengths)} are of at most seq_len={self.seq_len} tokens; give a longer one")
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens
@@ -287,6 +304,7 @@ class Workload(Extended):
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
+        packed += " padded" if self.model is not None and self.model.lengths is not None else ""
         scale = "" if self.scale is None else f" scale {self.scale:g}"
         scale += "" if self.softcap is None else f" softcap {self.softcap:g}"
         shape = f"{self.batch_size}x{self.length_label()} {heads} {self.dim_label()}"
@@ -353,7 +371,7 @@ class WorkloadRequest(Extended):
     causal: bool = True
     window: Window = UNBOUNDED
     scale: float | None = None
-    mode: Mode = "forward"
+    mode: Mode | Literal["generate"] = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
     query_len: Annotated[int | None, READ_COUNT] = None
@@ -439,6 +457,10 @@ class WorkloadRequest(Extended):
 
         Raises ConfigError when the shape is impossible.
         """
+        if self.mode == GENERATE:
+            raise ConfigError(
+                "mode 'generate' is two workloads of a model, which suite `model` plans; use mode forward"
+            )
         fields = {**self.__dict__, "num_kv_heads": self.num_kv_heads or self.num_heads}
         fields["pattern"] = pattern_type(self.pattern).of_request(self.model_extra or {})
         if self.layout == "packed" and self.cu_seqlens is None:

@@ -14,7 +14,7 @@ from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 CATALOGUE = discover().catalogue
-PEERS = [one.name for one in CATALOGUE.implementations if one.project]
+PEERS = [one.name for one in CATALOGUE.implementations if one.project and one.takes != "model"]
 OVER_RANKS = [name for name in PEERS if CATALOGUE.implementations.get(name).supports.max_world_size != 1]
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPERS = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0"),) * 4)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 import dilabench
+from dilabench.engine.case_spec import second_implementations
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.models import ITSELF
 from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
@@ -18,6 +18,7 @@ from dilabench.report.markdown import to_text
 from dilabench.request import run_request
 from dilabench.suites.model import analyse
 from dilabench.suites.planner import expand, workload_request
+from dilabench.workload.spec import ITSELF
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))
@@ -60,6 +61,29 @@ def test_every_preset_is_planned_packed_and_not(catalogue, preset):
         assert {len(case.case.workload.sequences) > 1 for case in planned} == {packed}
 
 
+@pytest.mark.parametrize("preset", ["gpt_oss_layer", "gemma2_layer", "gpt_oss_tiny"])
+def test_where_sdpa_is_refused_eager_attention_is_the_plain_row(catalogue, preset):
+    planned = plan(catalogue, configs=[preset], workload={"dtype": "float32"})
+    assert running(planned) == {"eager-model", "dilabench-model", "identity-model"}
+    assert {case.case.implementation for case in planned if case.role == "plain" and case.skip is None} == {
+        "eager-model"
+    }
+    (why,) = (case.skip.why for case in planned if case.case.implementation == "sdpa-model")
+    assert "transformers refuses sdpa for this model" in why
+    eager = next(case.case for case in planned if case.skip is None)
+    seconds = [second.name for second, _ in second_implementations(eager, catalogue, CPU)]
+    assert seconds == ["eager-model", "eager-rows-model"]
+
+
+@pytest.mark.parametrize(("fields", "count"), [({}, 4), ({"batch_size": 2}, 2)])
+def test_a_padded_batch_has_sequences_of_other_lengths(catalogue, fields, count):
+    planned = plan(catalogue, workload={"mode": "generate", **fields}, run={"options": {"padded": True}})
+    (lengths,) = {case.case.workload.model.lengths for case in planned}
+    assert len(lengths) == len(set(lengths)) == count
+    assert {case.case.workload.seq_len for case in planned} == {max(lengths)}
+    assert {case.case.workload.batch_size for case in planned} == {count}
+
+
 def test_a_pattern_is_another_function_shown_beside(catalogue):
     planned = plan(catalogue, workload=DILATED)
     dilated = [case for case in planned if case.case.workload.pattern != DENSE]
@@ -80,10 +104,38 @@ def test_modes_have_the_names_of_steps(catalogue):
         assert {case.case.workload.mode for case in plan(catalogue, workload={"mode": name})} == {mode}
 
 
+def test_generating_is_a_prefill_and_the_tokens_after_it(catalogue):
+    planned = plan(catalogue, workload={"mode": "generate"})
+    steps = {(case.case.workload.mode, case.case.workload.query_len) for case in planned}
+    assert steps == {("forward", None), ("forward", 1)}
+    with pytest.raises(ConfigError, match="--packed: packed documents fill no cache"):
+        plan(catalogue, workload={"mode": "generate"}, run={"options": {"packed": True}})
+    with pytest.raises(ConfigError, match="--padded and --packed: packed documents have no padding"):
+        plan(catalogue, run={"options": {"packed": True, "padded": True}})
+    with pytest.raises(ConfigError, match="'generate' is two workloads of a model, which suite `model` plans"):
+        expand(catalogue, CPU, run_request(catalogue, suite="implementations", workload={"mode": "generate"}))
+
+
 def test_without_transformers_the_way_out_is_named(catalogue, monkeypatch):
     monkeypatch.setattr(type(catalogue), "find_module", lambda *_: None)
     with pytest.raises(EnvironmentNotReady, match=r"pip install 'dilabench\[transformers\]'"):
         plan(catalogue)
+
+
+def test_other_workloads_and_projects_are_refused(catalogue):
+    planned = plan(catalogue, configs=["longnet_32k"], run={"options": {"padded": True}})
+    assert all("the workload has none" in case.skip.why for case in planned if case.takes == "model")
+    model = {"source": "longnet", "project": "unheard_of", "layers": 2, "width": 64, "vocabulary": 128}
+    with pytest.raises(ConfigError, match="'unheard_of' builds no models here; use torchscale"):
+        plan(catalogue, workload={"model": model})
+
+
+def test_torchscales_models_say_how_to_get_it(catalogue, monkeypatch):
+    monkeypatch.setattr(type(catalogue), "find_module", lambda *_: None)
+    planned = plan(catalogue, HOPPER, configs=["gigapath_encoder"])
+    names = {"torchscale-model", "torchscale-dilabench-model", "torchscale-identity-model"}
+    assert {case.case.implementation for case in planned} == names
+    assert all("git clone https://github.com/microsoft/torchscale" in case.skip.why for case in planned)
 
 
 CONFIG = {
@@ -95,6 +147,9 @@ CONFIG = {
     "intermediate_size": 96,
     "vocab_size": 128,
 }
+
+
+CONFIG_OF_MODEL = {"source": "llama", "layers": 2, "width": 64, "vocabulary": 128}
 
 
 def test_a_folder_gives_the_sizes_and_heads_of_its_model(catalogue, tmp_path):
@@ -123,6 +178,22 @@ def test_a_model_stays_the_same_in_a_record(catalogue):
     workload = workload_request(catalogue, "llama_1b", {}).resolve("float32")
     assert type(workload).model_validate_json(workload.model_dump_json()) == workload
     assert "model" not in workload.replace(model=None).model_dump()
+    assert workload.model.model_dump().keys() & {"sdpa", "lengths"} == set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lengths": (64,)}, "one for each of its 2 sequences"),
+        ({"lengths": (64, 65)}, "at most seq_len=64"),
+        ({"lengths": (64, 4)}, "at least 5"),
+    ],
+)
+def test_lengths_that_do_not_fit_a_padded_batch_are_refused(catalogue, fields, reason):
+    model = {**CONFIG_OF_MODEL, **fields}
+    asked = workload_request(catalogue, None, {"model": model, "seq_len": 64, "batch_size": 2, "query_len": 4})
+    with pytest.raises(ConfigError, match=reason):
+        asked.resolve("float32")
 
 
 @pytest.fixture
@@ -131,9 +202,14 @@ def without_attention_ns():
 
 
 @pytest.fixture
-def record(catalogue, make_row, make_record, without_attention_ns):
+def fields():
+    return {}
+
+
+@pytest.fixture
+def record(catalogue, make_row, make_record, without_attention_ns, fields):
     """Steps of 100 ms with SDPA, 40 ms with dilabench, and 20 ms without attention."""
-    workload = workload_request(catalogue, "llama_400m", {"seq_len": 32768}).resolve("float32")
+    workload = workload_request(catalogue, "llama_400m", {"seq_len": 32768, **fields}).resolve("float32")
 
     def row(name, ns, role="method", **changes):
         fields = dict(workload.replace(**changes))
@@ -152,7 +228,7 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
     assert section.answers
     assert section.sentence == (
         "llama_400m at 32K: `dilabench-model` makes a step 2.5 times as fast as `sdpa-model`; attention is 80 % of "
-        "`sdpa-model`'s step, 50 % of `dilabench-model`'s."
+        "`sdpa-model`'s time, 50 % of `dilabench-model`'s."
     )
     assert [row[1] for row in section.rows] == ["dilabench-model", "sdpa-model", "identity-model"]
     (plot,) = section.plots
@@ -160,6 +236,20 @@ def test_the_answer_is_how_much_faster_and_the_share_of_attention(record):
     rest, attention = (bars.values for bars in plot.bars)
     assert rest == pytest.approx((20, 20), rel=0.01)
     assert attention == pytest.approx((80, 20), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "does"),
+    [
+        ({"mode": "prefill"}, "gives the first token"),
+        ({"mode": "prefill", "query_len": 1}, "gives a token"),
+        ({"mode": "prefill", "layout": "packed", "batch_size": 1}, "makes a forward pass"),
+    ],
+    ids=str,
+)
+def test_a_step_that_generates_is_named_by_its_token(record, does):
+    (section,) = analyse(record)
+    assert f"`dilabench-model` {does} 2.5 times as fast as `sdpa-model`; attention is 80 %" in section.sentence
 
 
 @pytest.mark.parametrize("without_attention_ns", [101e6])

@@ -149,7 +149,7 @@ def _draw_piece(piece: Tensor, seed: int, number: int) -> None:
 @dataclass(frozen=True, slots=True)
 class InputSet:
     """q [B, M, H, D], k [B, N, K, D] and v [B, N, K, Dv], M = N unless the workload has `query_len`; or three times the
-    same embeddings [B, N, H·D], of a model [B, N, E].
+    same embeddings [B, N, H·D], of a model [B, M, E].
 
     changes: what was done to the `distinct` tensors between timed calls.
     """
@@ -177,7 +177,7 @@ class InputSet:
 
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k, v: [B, M, H, D], [B, N, K, D] and [B, N, K, Dv], packed [T, ·, ·]; embeddings: one [B, N, H·D],
-    of a model [B, N, E].
+    of a model [B, M, E].
 
     `rows`: of the shards of a rank that holds this many positions.
     """
@@ -187,18 +187,20 @@ def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tup
         return ((*lead, rows, workload.num_heads * workload.head_dim),)
     if takes == "model":
         assert workload.model is not None
-        return ((*lead, rows, workload.model.width),)
+        return ((*lead, workload.query_len or rows, workload.model.width),)
     query = (*lead, workload.query_len or rows, workload.num_heads, workload.head_dim)
     key = (*lead, rows, workload.num_kv_heads, workload.head_dim)
     return query, key, (*key[:-1], workload.value_width)
 
 
 def result_form(workload: Workload, takes: str, query: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Shape and dtype of the result of a call with this first input: the input's, with the width of values, or the
-    losses [B, N, 1] of a model, at least in float32.
+    """Shape and dtype of the result of a call with this first input: the input's, with the width of values, or of a
+    model the losses [B, N, 1], at least in float32, or the logits [B, M, V] of M last tokens.
     """
     if takes == "heads":
         return torch.Size((*query.shape[:-1], workload.value_width)), query.dtype
+    if takes == "model" and workload.model is not None and workload.query_len is not None:
+        return torch.Size((*query.shape[:-1], workload.model.vocabulary)), query.dtype
     if takes != "model" or workload.mode == "forward":
         return query.shape, query.dtype
     return torch.Size((*query.shape[:-1], 1)), torch.promote_types(query.dtype, torch.float32)

@@ -39,7 +39,7 @@ class TorchscaleAttention(nn.Module):
             multiway=False,
             xpos_rel_pos=False,
         )
-        project = imported(f"{COMPONENT}.dilated_attention", *_kernel(backend), install=INSTALL)
+        project = imported(f"{COMPONENT}.dilated_attention", *kernel_of(backend), install=INSTALL)
         # Without data: of its parameters none is used.
         with torch.device("meta"):
             module = project.DilatedAttention(
@@ -67,7 +67,7 @@ def build(workload: Workload, context: BuildContext) -> TorchscaleAttention:
     return TorchscaleAttention(workload, context.require_backend())
 
 
-def _kernel(backend: LoadedBackend) -> tuple[ModuleType, ...]:
+def kernel_of(backend: LoadedBackend) -> tuple[ModuleType, ...]:
     """The replacement of torchscale's choice of a kernel: none over flash-attn itself, else the backend.
 
     torchscale chooses flash-attn or xformers, and has no kernel for a CPU.

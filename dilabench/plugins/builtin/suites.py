@@ -56,6 +56,7 @@ class ModelOptions(Model):
     """The form of the batch."""
 
     packed: bool = Field(False, description="Pack documents of random lengths into one row (median 1K tokens).")
+    padded: bool = Field(False, description="Pad a batch of sequences of random lengths (4 if no batch_size is set).")
 
 
 class ChoiceOptions(Model):
@@ -126,7 +127,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "model",
-        "how much faster a whole step of a model is, trained or prefilled, and how much of it is attention",
+        "how much faster a model trains, prefills or generates, and how much of its step is attention",
         "dilabench.suites.model:expand",
         analysis="dilabench.suites.model:analyse",
         # A user waits for the wall time: a step launches hundreds of kernels.

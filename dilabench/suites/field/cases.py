@@ -74,6 +74,7 @@ def _peers(planner: Planner, workload: WorkloadRequest, over_ranks: bool) -> tup
         implementation.name
         for implementation in planner.catalogue.implementations
         if implementation.project is not None
+        and implementation.takes != "model"
         and (implementation.supports.max_world_size != 1) == over_ranks
         and implementation.supports.computes(workload.pattern)
         and workload.layout in implementation.supports.layouts

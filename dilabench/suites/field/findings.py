@@ -30,7 +30,7 @@ TO_GET = ("project", "why", "how to get it")
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """Peers against dilabench, peers on workloads that they do not compute, missing peers, and suite `ring`."""
     registry = catalogue.implementations
-    peers = {peer.name: peer for peer in registry if peer.project is not None}
+    peers = {peer.name: peer for peer in registry if peer.project is not None and peer.takes != "model"}
     rows = [row for row in record.rows if row.case.implementation in peers]
     ours = [row for row in record.rows if row.case.implementation in registry and row.case.implementation not in peers]
     measured = [row for row in rows if isinstance(row.outcome, Measured)]

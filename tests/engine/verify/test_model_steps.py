@@ -2,36 +2,38 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec, SecondSpec
 from dilabench.engine.verify.case_verifier import CaseVerifier
-from dilabench.plugins.builtin.models import ITSELF, MODEL_STEPS
+from dilabench.plugins.builtin.models import MODEL_STEPS
+from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.record import Case
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.workload.spec import ITSELF, WorkloadRequest
 from tests.conftest import slow
 
 pytestmark = pytest.mark.needs_extra("transformers")
 
 CPU = torch.device("cpu")
-SECONDS = tuple(
-    SecondSpec(name=model.name, target=model.target)
-    for role in ("oracle", "plain")
-    for model in MODEL_STEPS
-    if model.role == role
-)
+PRESETS = {preset.name: preset.fields for preset in MODELS}
 LLAMA = {"source": "llama", "layers": 3, "width": 64, "inner": 96, "vocabulary": 256}
 WINDOWED = {**LLAMA, "source": "mistral", "options": {"sliding_window": 40}}
 PACKED = {"layout": "packed", "cu_seqlens": (0, 50, 51, 130)}
+GENERATED = {"mode": "forward", "query_len": 1}
+PADDED = {"batch_size": 2, "model": {**LLAMA, "lengths": (93, 130)}}
+GPT_OSS = {"model": PRESETS["gpt_oss_tiny"]["model"]}
+GEMMA2 = {name: PRESETS["gemma2_tiny"][name] for name in ("model", "softcap")}
 
 
 def verified(target, model=LLAMA, **fields):
+    """The verification of a step of a small Llama, or of the model in the fields."""
     shape = {"batch_size": 1, "seq_len": 130, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mode": "both"}
-    workload = WorkloadRequest(model=model, **{**shape, "dtype": "float32", **fields}).resolve("float32")
+    workload = WorkloadRequest(**{"model": model, **shape, "dtype": "float32", **fields}).resolve("float32")
     case = Case(implementation="own", workload=workload)
-    spec = CaseSpec(case=case, target=target, takes="model", seconds=SECONDS, seed=3)
+    rival = "eager-rows-model" if workload.model.sdpa is False else "sdpa-model"
+    seconds = tuple(SecondSpec(name=name, target=target_of(name)) for name in ("eager-model", rival))
+    spec = CaseSpec(case=case, target=target, takes="model", seconds=seconds, seed=3)
     verification, why = CaseVerifier(CPU).verify(PreparedCall(spec, CPU, InputStore(CPU)))
     return verification, why
 
@@ -45,6 +47,8 @@ FORMS = [
     PACKED,
     {"batch_size": 2},
     {"mode": "forward"},
+    GENERATED,
+    pytest.param({"batch_size": 2, **GENERATED, "query_len": 3}, marks=pytest.mark.slow),
     pytest.param({"mode": "forward", **PACKED}, marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
     {"dtype": "bfloat16", **PACKED},
@@ -58,16 +62,65 @@ def test_attentions_that_are_right_pass(name, fields):
     assert verification.passed, why
 
 
-@pytest.mark.parametrize("fields", [{}, PACKED, {"mode": "forward"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, PACKED, {"mode": "forward"}, slow(GENERATED)], ids=str)
 def test_values_are_the_attention_of_a_window_of_each_token(fields):
     verification, why = verified(target_of("identity-model"), window=ITSELF, **fields)
     assert verification.passed, why
     assert not verified(target_of("identity-model"), **fields)[0].passed
 
 
-def test_windows_of_the_models_own_layers_are_right():
-    verification, why = verified(target_of("dilabench-model"), WINDOWED)
+@pytest.mark.parametrize("fields", [{}, slow(GENERATED)], ids=str)
+def test_windows_of_the_models_own_layers_are_right(fields):
+    verification, why = verified(target_of("dilabench-model"), WINDOWED, **fields)
     assert verification.passed, why
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, PACKED, GENERATED], ids=str)
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2], ids=["sinks", "softcap"])
+@pytest.mark.slow
+def test_sinks_and_capped_scores_are_right(model, fields):
+    verification, why = verified(target_of("dilabench-model"), **model, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"mode": "forward"}, GENERATED], ids=str)
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2, {"model": WINDOWED}], ids=["sinks", "softcap", "window"])
+def test_eager_attention_by_rows_is_eager_attention(model, fields, monkeypatch):
+    monkeypatch.setattr("dilabench.compat.transformers.model.ROWS", 50)
+    verification, why = verified(target_of("eager-rows-model"), **model, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [GPT_OSS, GEMMA2], ids=["sinks", "softcap"])
+def test_values_are_the_attention_of_each_token_alone_with_sinks_and_caps(model):
+    verification, why = verified(target_of("identity-model"), window=ITSELF, **model)
+    assert verification.passed, why
+
+
+@pytest.mark.parametrize("fields", [slow({}), {"mode": "forward"}, slow(GENERATED)], ids=str)
+@pytest.mark.parametrize("name", [slow("sdpa-model"), "dilabench-model"])
+def test_padded_sequences_are_as_alone(name, fields):
+    verification, why = verified(target_of(name), **PADDED, **fields)
+    assert verification.passed, why
+
+
+@pytest.mark.slow
+def test_losses_of_padding_do_not_count(chosen):
+    verification, why = verified(f"{__name__}:build_with_losses_of_padding", **PADDED)
+    assert verification.passed, f"without a mistake: {why}"
+    chosen[0] = True
+    assert not verified(f"{__name__}:build_with_losses_of_padding", **PADDED)[0].passed
+
+
+def build_with_losses_of_padding(workload, context):
+    from dilabench.compat.transformers.model import build_sdpa
+
+    step = build_sdpa(workload, context)
+    if CHOSEN[0]:
+        step.seen = torch.ones_like(step.seen)
+    return step
 
 
 @pytest.mark.parametrize("fields", [slow({}), PACKED], ids=str)
@@ -81,24 +134,44 @@ def test_a_pattern_is_compared_with_its_counts(fields):
 # Near misses: an attention for the name 'near_miss', which the builders below take.
 
 
-def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sliding_window=None, miss=None, **_):
-    """Attention by a mask for every pair, with one mistake."""
-    rows = torch.arange(query.shape[2])
+def attend(
+    module,
+    query,
+    key,
+    value,
+    mask,
+    scaling=None,
+    cu_seq_lens_q=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    miss=None,
+    **_,
+):
+    """Attention by a mask for every pair, with one mistake; `miss` may be one in decoding alone."""
+    keys = torch.arange(key.shape[2])
+    rows = keys[-query.shape[2] :]
     groups = query.shape[1] // key.shape[1]
     is_last = module.layer_idx == 2
     if miss and miss.startswith("as timed "):
         miss = miss.removeprefix("as timed ") if len(rows) == AS_TIMED else None
-    seen = rows[:, None] >= rows
+    if miss and miss.startswith("decoding: "):
+        miss = miss.removeprefix("decoding: ") if len(rows) < len(keys) else None
+    seen = rows[:, None] >= keys
     if miss == "sees the next token":
-        seen = rows[:, None] + 1 >= rows
+        seen = rows[:, None] + 1 >= keys
     if miss == "does not see itself":
-        seen = (rows[:, None] > rows) | (rows[:, None] + rows == 0)
+        seen = (rows[:, None] > keys) | (rows[:, None] + keys == 0)
+    if miss == "the cache is one token late":
+        seen = seen & (rows[:, None] - keys != 1)
+    if miss == "the cache lacks its first token":
+        seen = seen & (keys > 0)
     if miss == "is not causal in one layer" and is_last:
         seen = torch.ones_like(seen)
     width = None if sliding_window is None else sliding_window + (miss == "window off by one")
     width = width if width is None or miss != "window too short by one" else width - 1
-    if width is not None:
-        seen = seen & (rows[:, None] - rows < width)
+    if width is not None and miss != "window ignored":
+        seen = seen & (rows[:, None] - keys < width)
     if cu_seq_lens_q is not None and miss != "documents leak":
         number = torch.searchsorted(cu_seq_lens_q.long(), rows, right=True)
         seen = seen & (number[:, None] == number)
@@ -115,7 +188,17 @@ def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, sl
         scaling = 1.05 * scaling
     if miss == "no gradient of keys":
         key = key.detach()
-    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    scores = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(scores) @ key.to(scores).mT * scaling
+    if softcap is not None and miss != "softcap dropped":
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and miss != "padding ignored":
+        seen = seen & (mask == 0)
+    # Padding sees nothing.
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    sinks = torch.full((query.shape[1],), -torch.inf) if s_aux is None or miss == "sinks dropped" else s_aux
+    scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    out = scores.softmax(-1)[..., : len(keys)].to(value.dtype) @ value
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -131,18 +214,49 @@ MISSES = {
     "heads of keys in another order": {},
     "another scale in one layer": {},
     "no gradient of keys": {},
+    "decoding: the cache is one token late": GENERATED,
+    "decoding: window ignored": {"model": WINDOWED, **GENERATED},
+    "decoding: sinks dropped": {**GPT_OSS, **GENERATED},
+    "softcap dropped": GEMMA2,
+    "padding ignored": {**PADDED, "mode": "forward"},
+    "positions off by one": GENERATED,
+}
+MORE_MISSES = {
+    "decoding: does not see itself": GENERATED,
+    "decoding: the cache lacks its first token": GENERATED,
+    "decoding: window off by one": {"model": WINDOWED, **GENERATED},
+    "decoding: window too short by one": {"model": WINDOWED, **GENERATED},
+    "decoding: heads of keys in another order": GENERATED,
+    "decoding: softcap dropped": {**GEMMA2, **GENERATED},
+    "decoding: padding ignored": {**PADDED, **GENERATED},
+    "sinks dropped": GPT_OSS,
 }
 
 
 def build_near_miss(workload, context):
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from dilabench.compat.transformers.model import _built
 
     ALL_ATTENTION_FUNCTIONS.register("near_miss", lambda *given, **named: attend(*given, **named, miss=CHOSEN[0]))
-    ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", lambda *_, **__: None)
-    return _built(workload, context, "near_miss")
+    # Only padding is not known from the arguments.
+    masks = (lambda *_, **__: None) if workload.model.lengths is None else eager_mask
+    ALL_MASK_ATTENTION_FUNCTIONS.register("near_miss", masks)
+    step = _built(workload, context, "near_miss")
+    step.model.base_model.register_forward_pre_hook(with_whole_cache, with_kwargs=True)
+    return step
+
+
+def with_whole_cache(_model, given, named):
+    """A cache that keeps the keys outside of windows, too, so that attention must hide them."""
+    from transformers import DynamicCache
+
+    if named.get("cache") is None and named["use_cache"]:
+        named["cache"] = DynamicCache()
+    elif named["use_cache"] and CHOSEN[0] == "positions off by one":
+        named["position_ids"] = torch.full((1, 1), named["cache"].get_seq_length() + 1)
+    return given, named
 
 
 CHOSEN = [None]
@@ -156,9 +270,9 @@ def chosen():
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("miss", MISSES)
+@pytest.mark.parametrize("miss", [*MISSES, *map(slow, MORE_MISSES)])
 def test_near_misses_are_refused(miss, dtype, chosen):
-    fields = MISSES[miss]
+    fields = (MISSES | MORE_MISSES)[miss]
     verification, why = verified(f"{__name__}:build_near_miss", dtype=dtype, **fields)
     assert verification.passed, f"without a mistake: {why}"
     chosen[0] = miss

@@ -15,7 +15,9 @@ class DilatedAttention(nn.Module):
         assert self_attention
         assert not args.multiway
         assert not args.xpos_rel_pos
-        self.args, self.num_heads, self.dropout = args, num_heads, dropout
+        self.args, self.embed_dim, self.num_heads, self.dropout = args, embed_dim, num_heads, dropout
+        self.head_dim, self.xpos = embed_dim // num_heads, None
+        self.inner_attn_ln = nn.LayerNorm(embed_dim, eps=args.layernorm_eps) if subln else None
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
 
     def forward(
@@ -31,27 +33,27 @@ class DilatedAttention(nn.Module):
         ]
         outs, lses = (torch.stack(parts) for parts in zip(*branches, strict=True))
         weights = lses.detach().softmax(0).unsqueeze(-1)
-        out = (outs * weights.to(outs)).sum(0)
-        return self.out_proj(out.flatten(2)), None
+        out = (outs * weights.to(outs)).sum(0).flatten(2)
+        return self.out_proj(out if self.inner_attn_ln is None else self.inner_attn_ln(out)), None
 
     def branch(self, q, k, v, segment, rate, is_causal):
         """out [B, N, H, D] and lse [B, N, H]; rows off a head's residue have 0 and a weight of nothing."""
-        length, per_offset = q.shape[1], -(-self.num_heads // rate)
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -1e8)
+        batch, length, per_offset = len(q), q.shape[1], -(-self.num_heads // rate)
         segment = min(segment, length)
-        for start in range(0, length, segment):
-            for head in range(self.num_heads):
-                rows = torch.arange(start + head // per_offset, start + -(-segment // rate) * rate, rate)
-                there = rows[(rows < length) & (rows < start + segment)]
-                parts = (torch.zeros_like(x[:, :1, [head]].repeat(1, len(rows), 1, 1)) for x in (q, k, v))
-                filled = [
-                    part.index_copy(1, torch.arange(len(there)), x[:, there][:, :, [head]])
-                    for part, x in zip(parts, (q, k, v), strict=True)
-                ]
-                found, sums = flash_attn_func(*filled, self.dropout, None, None, is_causal)
-                place = (slice(None), there, head)
-                out = out.index_put(
-                    (torch.arange(len(q))[:, None], there, torch.tensor(head)), found[:, : len(there), 0]
-                )
-                lse[place] = sums[:, 0, : len(there)].to(lse)
-        return out, lse
+        starts = torch.arange(0, length, segment)[:, None]
+        outs, sums = [], []
+        for head in range(self.num_heads):
+            rows = starts + head // per_offset + rate * torch.arange(-(-segment // rate))
+            # Row `length` is the zero that is padded with, and where results of padding go.
+            rows = torch.where((rows < length) & (rows < starts + segment), rows, length)
+            padded = (nn.functional.pad(x[:, :, head], (0, 0, 0, 1)) for x in (q, k, v))
+            parts = (x[:, rows].flatten(0, 1)[:, :, None] for x in padded)
+            found, lse = flash_attn_func(*parts, self.dropout, None, None, is_causal)
+            found, lse = found.view(batch, -1, q.shape[-1]), lse.reshape(batch, -1).to(q)
+            empty = q.new_zeros(batch, length + 1, q.shape[-1])
+            outs.append(empty.index_copy(1, rows.flatten(), found)[:, :length])
+            sums.append(q.new_full((batch, length + 1), -1e8).index_copy(1, rows.flatten(), lse)[:, :length])
+        return torch.stack(outs, 2), torch.stack(sums, 2)
+
+    # torchscale's steps of a branch, whose names tell its module from others.
+    dense_to_sparse = sparse_to_dense = branch
