@@ -237,7 +237,7 @@ def _made(kinds: Kinds, call: Call) -> Computation:
         if call.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may support only the forward pass.
-        way = Way(over_backends(workload), None, workload.replace(mode="forward"))
+        way = Way(over_backends(workload, device), None, workload.replace(mode="forward"))
         backend = backend_of(call.backend, way, device)
     except ConfigError as error:
         raise ValueError(str(error)) from None

@@ -12,7 +12,7 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.formula import attend_rows
 from dilabench.impls.flex import flex
 from dilabench.kernels.cpu import flash
-from dilabench.patterns import WindowSinkPattern
+from dilabench.patterns import DilatedPattern, WindowSinkPattern
 from dilabench.workload.spec import Workload
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -174,6 +174,37 @@ def test_patterns_refuse_values_of_another_width() -> None:
         dilated_attention(q, k, v, segment_lengths=(8,), dilation_rates=(1,))
     with pytest.raises(ValueError, match="equal but for its last dim"):
         attention(q, k, v[:, 1:])
+
+
+def _own(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _by_formula(q, k, v, None, scale=scale, **mask)
+    return out, lse
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "flash-cpu", "sdpa-flash", _own], ids=str)
+@pytest.mark.parametrize("rows", [32, 3])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["softcap", "value_dim"])
+def test_what_only_dense_attention_has_is_refused_in_branches_over_any_backend(
+    name: str, grad: bool, rows: int, backend: Any
+) -> None:
+    q, k, v = torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 4 if name == "value_dim" else 8)
+    branches = DilatedPattern(segment_lengths=(8, 32), dilation_rates=(1, 2))
+    given = {"softcap": 2.0} if name == "softcap" else {}
+    with pytest.raises(ValueError, match=f"strided: {name} [24]( beside head_dim 8)? is not supported"):
+        attention(q[:, -rows:].requires_grad_(grad), k, v, pattern=branches, causal=True, backend=backend, **given)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_function_as_backend_gives_values_of_another_width(shape: str, options: dict[str, Any]) -> None:
+    _check(_inputs(shape, torch.float64), options, None, backend=_own)
+
+
+@pytest.mark.parametrize("shape", ["one width", "last rows"])
+def test_a_function_as_backend_gets_no_softcap(shape: str) -> None:
+    with pytest.raises(ValueError, match=r"softcap 1\.5 with <function _own .* gets none; leave the softcap out"):
+        attention(*_inputs(shape, torch.float64), causal=True, softcap=1.5, backend=_own)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
