@@ -100,7 +100,12 @@ def attend(
     if forward_ad._current_level >= 0:
         refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sink is not None and sink.requires_grad)
+        # A tensor inside of vmap says nothing of the one that it is a part of.
+        or torch._C._are_functorch_transforms_active()
     )
     if not torch.compiler.is_compiling() and torch._C._is_tracing():
         # The trace may later run with gradients.
