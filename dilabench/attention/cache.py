@@ -30,6 +30,9 @@ class KeyValueCache:
         Raises ValueError if shape, dtype or device differ from the earlier tokens.
         """
         memory = key[None] if self._memory is None else self._memory
+        if not torch.compiler.is_compiling() and memory.is_inference() and not torch.is_inference_mode_enabled():
+            # Of earlier tokens in inference mode, whose tensors can neither be written to nor saved outside of it.
+            self._memory = memory = memory.clone()
         kinds = {(x.shape[-4:-3], x.shape[-2:], x.dtype, x.device) for x in (key, value, memory)}
         if key.ndim != 4 or key.shape != value.shape or len(kinds) > 1:
             before = "" if self._memory is None else f" as those before, {memory.dtype} [{memory.shape[1]}, N, ·, ·]"
@@ -42,11 +45,12 @@ class KeyValueCache:
             new = torch.stack([key, value])
             memory = new if self._memory is None else torch.cat([memory[:, :, :first], new], 2)
         else:
-            if self._memory is None or self._length > memory.shape[2]:
+            if self._memory is None or memory.requires_grad or self._length > memory.shape[2]:
                 self.capacity = max(self.capacity, 2 * first, self._length)
                 earlier, memory = memory, key.new_empty((2, key.shape[0], self.capacity, *key.shape[2:]))
                 memory[:, :, :first] = earlier[:, :, :first]
             memory[0, :, first : self._length], memory[1, :, first : self._length] = key, value
         self._memory = memory
-        keys, values = memory[:, :, : self._length].unbind(0)
+        # Without gradients, views of which autograd counts no writes: those of later tokens are behind them.
+        keys, values = (memory if memory.requires_grad else memory.data)[:, :, : self._length].unbind(0)
         return keys, values

@@ -96,7 +96,12 @@ def attend(
     if forward_ad._current_level >= 0:
         refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sink is not None and sink.requires_grad)
+        # A tensor inside of vmap says nothing of the one that it is a part of.
+        or torch._C._are_functorch_transforms_active()
     )
     if not (is_plain or torch.compiler.is_compiling()) and torch._C._is_tracing():
         # The trace may later run with gradients.
@@ -235,7 +240,7 @@ def _made(kinds: Kinds, call: Call) -> Computation:
         if call.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may support only the forward pass.
-        way = Way(over_backends(workload), None, workload.replace(mode="forward"))
+        way = Way(over_backends(workload, device), None, workload.replace(mode="forward"))
         backend = backend_of(call.backend, way, device)
     except ConfigError as error:
         raise ValueError(str(error)) from None

@@ -238,6 +238,8 @@ def _of_query_blocks(
     first = (counts.cumsum(0) - counts - before // block_size)[sequence]
     block = first + (before[sequence] + token - starts[sequence]) // block_size
     by_head = indices if indices.ndim == 3 else indices[None]
+    if not by_head.shape[1]:
+        by_head = by_head.new_full((len(by_head), 1, 1), -1)
     # Tokens behind the last sequence see no key.
     block = block.clamp(0, by_head.shape[1] - 1)
     by_token = by_head.transpose(0, 1)[block].expand(-1, key.shape[2], -1)

@@ -64,7 +64,7 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
         return choice, computation
     name = choice.implementation
     if not ways.implementations.get(name).uses_backend:
-        name = over_backends(workload)
+        name = over_backends(workload, device)
     backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device)
     return Choice(name, backend.name, choice.source), over(backend, name, requested, device)
 
@@ -90,12 +90,15 @@ def calls_backends(workload: Workload) -> bool:
     return any(ways.implementations.get(name).uses_backend for name in by_priority(ways, workload))
 
 
-def over_backends(workload: Workload) -> str:
+def over_backends(workload: Workload, device: torch.device) -> str:
     """Return the implementation that computes the workload over a backend. Raises ConfigError if there is none."""
-    ways = own_ways()
-    for name in by_priority(ways, workload):
-        if ways.implementations.get(name).uses_backend:
+    ways, machine = own_ways(), machine_of(device)
+    names = [name for name in by_priority(ways, workload) if ways.implementations.get(name).uses_backend]
+    for name in names:
+        if not ways.reasons_against(Way(name, None, workload), machine):
             return name
+    if names:
+        raise nothing_computes(ways, machine, workload)
     raise ConfigError(f"pattern {workload.pattern.kind}, whose kernels call none; leave it out")
 
 
@@ -132,6 +135,11 @@ def backend_of(backend: str | OwnBackend, way: Candidate, device: torch.device) 
     if function is not None:
         from dilabench.backends import math
 
+        if way.workload.softcap is not None:
+            raise ValueError(
+                f"softcap {way.workload.softcap} with {function} as backend: a function (q, k, v, *, causal, window, "
+                "scale) gets none; leave the softcap out, or give the name of a backend, such as 'math'"
+            )
         return LoadedBackend(getattr(function, "__name__", "function"), _checked(function), math.attend_backward)
     assert isinstance(backend, str)
     ways, machine = own_ways(way.world_size > 1), machine_of(device)
@@ -158,7 +166,7 @@ def _checked(function: Attend) -> Attend:
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
     ) -> tuple[Tensor, Tensor]:
         result = function(q, k, v, causal=causal, window=window, scale=scale)
-        of_out, of_lse = tuple(q.shape), (q.shape[0], q.shape[2], q.shape[1])
+        of_out, of_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
         is_pair = isinstance(result, tuple) and all(isinstance(x, Tensor) for x in result)
         found = [tuple(x.shape) for x in result] if is_pair else type(result).__name__
         if found != [of_out, of_lse]:

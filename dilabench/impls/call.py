@@ -246,8 +246,14 @@ def has_constant_lse(asked: str) -> bool:
     return bool(asked) and read_call(asked).has_constant_lse
 
 
+def is_over_ranks(asked: str) -> bool:
+    """Whether a call that is written so is one over ranks."""
+    return bool(asked and read_call(asked).algorithm)
+
+
 # A compiler cannot trace how a text is read.
 has_constant_lse._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_over_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from dilabench.impls.call import (
     Computation,
     PatternFields,
     has_constant_lse,
+    is_over_ranks,
     name_of_function,
     read_call,
     written,
@@ -258,12 +259,30 @@ def as_one_operator(
     backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
     of_sequences = call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm
     options = (*pattern, call.causal, call.window, call.scale, *of_sequences, call.key_bounds, call.softcap)
+    function: Any = None
     if torch._C._are_functorch_transforms_active():
-        function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
+        function = _ReverseOnly
+        if torch.compiler.is_compiling():
+            # Dynamo knows of new tensors alone that torch.func.grad wants their gradients. It drops those that autograd
+            # wants of a part of a batch, and maps no autograd function: the operator breaks the graph, or is mapped.
+            q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
+            sink = None if sink is None else sink.view_as(sink)
+            asks = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+            function = _Differentiable if asks and _transforms() == 1 else None
+    if function is not None:
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, key_bounds, number, *options)
     return out, lse
+
+
+def _transforms() -> int:
+    """The number of torch.func transforms around a call."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
+
+
+# A compiler enters transforms as it traces them.
+_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,7 +339,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
     computation: Any = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
-    more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
+    more = [from_bytes(computation, kept)] if is_over_ranks(asked) else []
     given: tuple[Any, ...] = (query, key, value, out, lse, *more)
     if dlse is None:
         dq, dk, dv = computation.backward(dout, *given)
@@ -391,7 +410,7 @@ class _Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
         if dout is None:
-            if dlse is None and not (ctx.asked and read_call(ctx.asked).algorithm):
+            if dlse is None and not is_over_ranks(ctx.asked):
                 return (None,) * 9
             dout = torch.zeros_like(saved[3])
 
@@ -403,8 +422,7 @@ class _Differentiable(torch.autograd.Function):
         if dlse is not None:
             given, dout = [*given, dlse], as_batch_of(dlse, dout)
         if sink is not None:
-            over_ranks = ctx.asked and read_call(ctx.asked).algorithm
-            summed = partial(_sum_over_ranks_op, number=ctx.number) if over_ranks else None
+            summed = partial(_sum_over_ranks_op, number=ctx.number) if is_over_ranks(ctx.asked) else None
             given, function = [*given, sink], partial(with_sink_gradient, gradients, summed, dlse is not None)
         found = first_derivatives(function, dout, *given)
         return *found, *(None for _ in range(9 - len(found)))

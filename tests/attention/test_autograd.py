@@ -25,6 +25,7 @@ B, N, H, D, BLOCK = 1, 32, 2, 16, 16
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 2)}
 BOUNDS = (0, 11, N)
 INDICES = torch.tensor([[0, -1], [1, 0]])
+WINDOW = WindowSinkPattern(sinks=2, window_size=8)
 SINK = torch.tensor([0.5, -1.0], dtype=torch.float64)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,9 +39,7 @@ FUNCTIONS: dict[str, Attend] = {
     "module": DilatedAttention(**BRANCHES),
     "blocks": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, density=0.5, causal=True),
     "indices": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, indices=INDICES, causal=True),
-    "window and sinks": lambda q, k, v: attention(
-        q, k, v, pattern=WindowSinkPattern(sinks=2, window_size=8), causal=True, sink=SINK.to(q)
-    ),
+    "window and sinks": lambda q, k, v: attention(q, k, v, pattern=WINDOW, causal=True, sink=SINK.to(q)),
 }
 entries = pytest.mark.parametrize("attend", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -104,6 +103,54 @@ def test_vmap(attend: Attend) -> None:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         expected = torch.autograd.grad(loss(*leaves), leaves)
         torch.testing.assert_close(tuple(x[at] for x in gradients), expected, rtol=0, atol=1e-11)
+
+
+@entries
+def test_autograd_through_vmap(attend: Attend) -> None:
+    inputs = [x.requires_grad_() for x in operands(3)]
+    dout = torch.randn(3, B, N, H, D, dtype=torch.float64)
+    mapped = torch.autograd.grad(torch.func.vmap(attend)(*inputs), inputs, dout)
+    expected = torch.autograd.grad(torch.stack([attend(*x) for x in zip(*inputs, strict=True)]), inputs, dout)
+    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-12)
+
+
+Losses = Callable[..., Tensor]
+# Of a loss of one sample, the gradients for batches of q, k and v, the last for the first sample alone; the first of
+# all is a loss, which autograd differentiates.
+TRANSFORMS: dict[str, Callable[[Losses], Callable[..., Any]]] = {
+    "autograd of vmap": lambda loss: lambda *x: torch.func.vmap(loss)(*x).sum(),
+    "vmap of grad": lambda loss: torch.func.vmap(torch.func.grad(loss, (0, 1, 2))),
+    "grad of vmap": lambda loss: torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum(), (0, 1, 2)),
+    "grad": lambda loss: lambda *x: torch.func.grad(lambda *y: loss(*y), (0, 1, 2))(*(y[0] for y in x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        pytest.param(name, transform, marks=() if (name, transform) == ("dense", "grad") else pytest.mark.slow)
+        for name in FUNCTIONS
+        for transform in TRANSFORMS
+    ],
+)
+def test_compiled_transforms_drop_no_gradient(name: str, transform: str) -> None:
+    """Dynamo takes an autograd function for its forward pass unless it knows that gradients are wanted."""
+    torch._dynamo.reset()
+    is_autograds = transform == "autograd of vmap"
+    inputs = [x.requires_grad_(is_autograds) for x in operands(3)]
+
+    def loss(*x: Tensor) -> Tensor:
+        return FUNCTIONS[name](*x).square().sum()
+
+    found = torch.compile(TRANSFORMS[transform](loss), backend="aot_eager")(*inputs)
+    if is_autograds:
+        found = torch.autograd.grad(found, inputs)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(torch.stack([loss(*x) for x in zip(*leaves, strict=True)]).sum(), leaves)
+    if transform == "grad":
+        expected = tuple(x[0] for x in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 def test_vmap_over_sinks() -> None:

@@ -107,6 +107,39 @@ def test_gradients_reach_earlier_tokens(kind: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_queries_have_gradients_beside_keys_and_values_without(kind: str) -> None:
+    """Later tokens are written behind the keys that the backward pass of earlier ones reads."""
+    module = MODULES[kind]().double().requires_grad_(False)
+    weights = [module.q_proj.weight.requires_grad_(), module.out_proj.weight.requires_grad_()]
+    x = torch.randn(1, 40, 32, dtype=torch.float64)
+    cache = KeyValueCache(capacity=64)
+    out = torch.cat([module(part, cache=cache) for part in x.split((9, 1, 25, 1, 4), 1)], 1)
+    dout = torch.randn_like(out)
+    results = (torch.autograd.grad(y, weights, dout) for y in (out, module(x)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("later", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("earlier", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_cache_outlives_the_mode_that_it_was_filled_in(
+    kind: str, earlier: Callable[[], Any], later: Callable[[], Any]
+) -> None:
+    module = MODULES[kind]().double()
+    x = torch.randn(2, 23, 32, dtype=torch.float64)
+    cache, out = KeyValueCache(capacity=32), []
+    # Of as many tokens as no block becomes whole with, too.
+    for mode, part in zip((earlier, later, earlier, later), x.split((15, 1, 4, 3), 1), strict=True):
+        with mode():
+            out.append(module(part, cache=cache))
+    for part in out:
+        if part.requires_grad:
+            part.sum().backward(retain_graph=True)
+    torch.testing.assert_close(torch.cat([part.detach().clone() for part in out], 1), module(x).detach())
+
+
 def test_earlier_results_stay_as_the_memory_grows() -> None:
     cache, tokens = KeyValueCache(capacity=1), torch.randn(3, 20, 2, 4)
     seen = [cache.append(token, token + 1) for token in tokens.split(1, 1)]

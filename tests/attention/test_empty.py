@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dilabench.attention import MultiheadDilatedAttention, attention, block_sparse_attention, dilated_attention
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
+from dilabench.patterns import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
+from tests.attention.every_pattern import CASES, Case
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}
 
@@ -114,3 +116,15 @@ def test_options_are_checked_where_nothing_is_computed() -> None:
     for options in ({"scale": -1.0}, {"window": (1, 1), "causal": True}):
         with pytest.raises(ValueError, match=next(iter(options))):
             attention(q, q, q, **options)
+
+
+@pytest.mark.parametrize("case", [x for x in CASES.values() if x.packed], ids=[x for x in CASES if CASES[x].packed])
+@pytest.mark.parametrize("ends", [None, (0, 7, 30)], ids=["of queries", "of keys"])
+def test_sequences_without_queries_leave_all_rows_behind_them(case: Case, ends: tuple[int, ...] | None) -> None:
+    tensors = case.tensors() | {"cu_seqlens": torch.tensor([0, 0, 0], dtype=torch.int32)}
+    if isinstance(case.options.get("pattern"), TopKBlocksPattern):
+        tensors["indices"] = tensors["indices"][:0]
+    leaves = [tensors[name].requires_grad_() for name in ("query", "key", "value")]
+    out = case(tensors, **({} if ends is None else {"cu_seqlens_k": ends}))
+    assert not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out, leaves, torch.ones_like(out), materialize_grads=True))

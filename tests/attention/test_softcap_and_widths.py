@@ -20,7 +20,7 @@ from dilabench.impls.call import Call
 from dilabench.impls.flex import flex
 from dilabench.kernels.cpu import flash
 from dilabench.machine import detect
-from dilabench.patterns import WindowSinkPattern
+from dilabench.patterns import DilatedPattern, WindowSinkPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.workload.spec import Workload
 
@@ -260,6 +260,37 @@ def test_the_backend_flex_by_torchs_plain_form_of_it(
     for result, value in zip(found, right, strict=True):
         assert (result.double() - value).norm() <= BOUNDS[torch.float32] * value.norm()
     flex_backend._compiled.cache_clear()
+
+
+def _own(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _by_formula(q, k, v, None, scale=scale, **mask)
+    return out, lse
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "flash-cpu", "sdpa-flash", _own], ids=str)
+@pytest.mark.parametrize("rows", [32, 3])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["softcap", "value_dim"])
+def test_what_only_dense_attention_has_is_refused_in_branches_over_any_backend(
+    name: str, grad: bool, rows: int, backend: Any
+) -> None:
+    q, k, v = torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 8), torch.randn(1, 32, 2, 4 if name == "value_dim" else 8)
+    branches = DilatedPattern(segment_lengths=(8, 32), dilation_rates=(1, 2))
+    given = {"softcap": 2.0} if name == "softcap" else {}
+    with pytest.raises(ValueError, match=f"strided: {name} [24]( beside head_dim 8)? is not supported"):
+        attention(q[:, -rows:].requires_grad_(grad), k, v, pattern=branches, causal=True, backend=backend, **given)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_function_as_backend_gives_values_of_another_width(shape: str, options: dict[str, Any]) -> None:
+    _check(_inputs(shape, torch.float64), options, None, backend=_own)
+
+
+@pytest.mark.parametrize("shape", ["one width", "last rows"])
+def test_a_function_as_backend_gets_no_softcap(shape: str) -> None:
+    with pytest.raises(ValueError, match=r"softcap 1\.5 with <function _own .* gets none; leave the softcap out"):
+        attention(*_inputs(shape, torch.float64), causal=True, softcap=1.5, backend=_own)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

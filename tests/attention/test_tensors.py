@@ -18,6 +18,7 @@ from dilabench.attention import (
 )
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
 from dilabench.patterns.window_sink import WindowSinkPattern
+from tests.attention.every_pattern import CASES, Case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning"),
@@ -102,6 +103,45 @@ def test_views_and_zero_tensors_count_by_their_values(
     given[place] = unlike(given[place])
     expected = function(*(torch.zeros(x.shape) + x for x in given))
     torch.testing.assert_close(function(*given), expected, rtol=0, atol=0)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The same numbers, NaN between those of the last dim."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+
+def in_a_larger_tensor(x: Tensor) -> Tensor:
+    """The same numbers, NaN before and behind them on each axis but the first."""
+    whole = x.new_full((x.shape[0], *(size + 3 for size in x.shape[1:])), torch.nan)
+    part = whole[:, 1:-2, 2:-1, 1:-2] if x.ndim == 4 else whole[:, 1:-2, 2:-1]
+    return part.copy_(x)
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """The same numbers, with tokens next to channels in memory."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "laid_out", [with_gaps, *(pytest.param(x, marks=pytest.mark.slow) for x in (in_a_larger_tensor, heads_first))]
+)
+def test_every_pattern_reads_any_memory_layout(
+    laid_out: Callable[[Tensor], Tensor], case: Case, dtype: torch.dtype
+) -> None:
+    given = case.tensors(dtype)
+    names = ("query", "key", "value")
+
+    def results(laid_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        tensors = given | {name: laid_out(given[name]).requires_grad_() for name in names}
+        out = case(tensors)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        return [out, *torch.autograd.grad(out, [tensors[name] for name in names], laid_out(dout))]
+
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    for result, expected in zip(results(laid_out), results(torch.clone), strict=True):
+        torch.testing.assert_close(result, expected, rtol=bound, atol=bound)
 
 
 @entries

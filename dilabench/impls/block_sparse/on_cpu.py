@@ -47,6 +47,7 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
+    q, k, v = map(last_dim_contiguous, (q, k, v))
     out = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q), device="cpu")
     tame = aten_flash.is_tame(q, k, scale)
@@ -68,6 +69,7 @@ def blocked_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
     plan.check(q, k, v)
+    dout, q, k, v, out = map(last_dim_contiguous, (dout, q, k, v, out))
     dq = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
     dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x), device="cpu") for x in (k, v))
     # exp(-inf - 0) is 0: rows that see no key contribute zero.
