@@ -267,7 +267,11 @@ def _own(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any) -> tuple
     return out, lse
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "flash-cpu", "sdpa-flash", _own], ids=str)
+@pytest.mark.parametrize(
+    "backend",
+    ["auto", "math", "flash-cpu", "sdpa-flash", _own],
+    ids=["auto", "math", "flash-cpu", "sdpa-flash", "function"],
+)
 @pytest.mark.parametrize("rows", [32, 3])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ["softcap", "value_dim"])
