@@ -26,6 +26,7 @@ from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
+from dilabench.distributed.calls import Request
 from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
@@ -36,7 +37,7 @@ from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import as_one_operator, eager, is_plain_eager_call, new_number, register
 from dilabench.impls.operator_rules import refuse_forward_mode
-from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.function import ShardedAttention, request_fields
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -113,8 +114,8 @@ class SequenceShards:
 
     def _new(self, workload: Workload, device: torch.device, call: Call) -> ShardedAttention:
         """The computation of a call that is new to this rank; ranks exchange facts to make it."""
-        given = {"rows": self.shards.rows, "algorithm": call.algorithm, "pass": "the first, which is new"}
-        with self.world.numbered({**workload.model_dump(mode="json"), **given}):
+        asked = request_fields(workload, self.shards, call.algorithm)
+        with self.world.numbered(Request.of({**asked, "pass": "the first, which is new"})):
             return _function(workload, self, device, call)
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
@@ -262,10 +263,10 @@ def ring_attention(
     gradients are exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
-    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to all of
-    them. If others repeat an earlier call, ranks find it out after some seconds; the group is then of no more use. On a
-    GPU no result since the last call that agreed may be read, and the next call of the group raises the error; with
-    NCCL the others' GPUs wait for the timeout.
+    latest, when a rank is gone. Raises RanksDisagreeError when ranks make different calls, new or known ones; the group
+    is then of no more use. With gloo they raise it in that call. On a GPU they raise it at their next new call, or at
+    the first use of the group after about a second, and no result since the last call that agreed may be read; with
+    NCCL a GPU that waits is ended by the timeout.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     if sink is not None:
@@ -368,6 +369,7 @@ def _function(workload: Workload, shards: SequenceShards, device: torch.device, 
         context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
+            built.ask_for(way.implementation)
             return built
         against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{_hint(shards)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

@@ -70,27 +70,41 @@ def test_packed_sequences_stay_packed_however_few_there_are(bounds):
 
 
 USUAL = (2, 4, "float32")
+RING = {"algorithm": "ring-overlap"}
 CHANGES = {
-    "scale": ({"scale": 0.5}, USUAL),
-    "causal": ({"causal": False}, USUAL),
-    "window": ({"window": (5, 0)}, USUAL),
-    "pattern": ({"segment_lengths": (6, 12), "dilation_rates": (1, 2)}, USUAL),
-    "algorithm": ({"algorithm": "ulysses"}, USUAL),
-    "dtype": ({}, (2, 4, "float64")),
-    "batch_size": ({}, (1, 4, "float32")),
-    "num_heads": ({}, (2, 2, "float32")),
+    "scale": ("contiguous", RING, {"scale": 0.5}, USUAL),
+    "causal": ("contiguous", RING, {"causal": False}, USUAL),
+    "window": ("contiguous", RING, {"window": (9, 0)}, USUAL),
+    "pattern": ("contiguous", RING, {"segment_lengths": (6, 24), "dilation_rates": (1, 2)}, USUAL),
+    "algorithm": ("contiguous", RING, {"algorithm": "ring"}, USUAL),
+    "pass": ("contiguous", RING, {"sink": True}, USUAL),
+    "dtype": ("contiguous", RING, {}, (2, 4, "float64")),
+    "batch_size": ("contiguous", RING, {}, (1, 4, "float32")),
+    "num_heads": ("contiguous", RING, {}, (2, 2, "float32")),
+    **{
+        f"scale in {name}": (order, {"algorithm": name}, {"scale": 0.5}, USUAL)
+        for order, name in (
+            ("contiguous", "ring"),
+            ("contiguous", "ring-allgather"),
+            ("contiguous", "ulysses"),
+            ("zigzag", "zigzag-ring"),
+            ("zigzag", "zigzag-allgather"),
+            ("balanced", "balanced-allgather"),
+        )
+    },
 }
 
 
-@pytest.mark.parametrize("ranks", [2, slow(3)])
-def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(launch, ranks):
+@pytest.mark.parametrize(("ranks", "known"), [(2, True), slow(2, False), slow(3, True), slow(3, False)])
+def test_two_calls_that_meet_are_refused_with_both(launch, ranks, known):
     import library_cases
 
-    results = launch(library_cases.in_different_calls, ranks, [list(CHANGES.values())])
-    for option, *said in zip(CHANGES, *results, strict=True):
-        for text in said:
-            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank ")
-            assert text.count(f"{option} ") == 2
+    changes = [(order, known, *changed) for order, *changed in CHANGES.values()]
+    results = launch(library_cases.in_different_calls, ranks, [changes])
+    for change, *said in zip(CHANGES, *results, strict=True):
+        for text, _ in said:
+            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank "), change
+            assert text.count(f"{change.split()[0]} ") == 2
 
 
 def test_a_rank_that_is_late_is_waited_for(launch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dilabench.distributed.calls import disagreement
+from dilabench.distributed.calls import Request, disagreement
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
@@ -17,6 +18,9 @@ from dilabench.impls.one_operator import eager
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
+
+# Of the text that says which tokens each rank has.
+MOST_CHARACTERS = 160
 
 
 class Algorithm(Protocol):
@@ -89,13 +93,15 @@ class ShardedAttention:
             (*lead, shards.rows[world.rank], heads, workload.head_dim)
             for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
         ]
-        # What all ranks must ask for alike, and in which pass.
-        given = {"rows": shards.rows, "algorithm": type(algorithm).__name__}
-        self._request = {**workload.model_dump(mode="json"), **given}
-        passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
-        self._requests = {name: {**self._request, "pass": name} for name in passes}
+        self.ask_for("")
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+
+    def ask_for(self, algorithm: str) -> None:
+        """Name the algorithm that all ranks must run."""
+        asked = request_fields(self.workload, self.shards, algorithm)
+        passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
+        self._requests = {name: Request.of({**asked, "pass": name}) for name in passes}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
@@ -160,19 +166,29 @@ class ShardedAttention:
             return
         w, given = self.workload, [tuple(x.shape) for x in (q, k, v)]
         if not self._compared:
-            token = self.world.calls and self.world.calls.token
-            facts = self.world.share((self._request, None if right else str(given), token))
+            calls = self.world.calls
+            fields = self._requests["forward"].fields
+            facts = self.world.share((fields, None if right else str(given), None if calls is None else calls.fact))
             self._compared = True
-            if self.world.calls is not None:
-                self.world.calls.met(facts[0][2])
+            differ = calls is not None and calls.met([fact for _, _, fact in facts])
             wrong = {rank: shapes for rank, (_, shapes, _) in enumerate(facts) if shapes}
             if wrong and right:
                 shapes_of_ranks = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
                 raise ValueError(f"{shapes_of_ranks}: no shards of {w.label()}")
             if text := disagreement({rank: request for rank, (request, _, _) in enumerate(facts)}):
                 raise RanksDisagreeError(text)
+            if calls is not None and differ:
+                raise RanksDisagreeError(calls.differ(self.world))
         if not right:
             raise ValueError(
                 f"rank {self.world.rank} got q, k, v of {given}, but its shards of {w.label()} on {self.world.size} "
                 f"ranks are {self._shapes}; cut whole tensors with `shards.take(x, rank)`"
             )
+
+
+def request_fields(workload: Workload, shards: Shards, algorithm: str) -> dict[str, Any]:
+    """What all ranks must ask for alike, by name."""
+    tokens = "; ".join(" ".join(f"{span.start}-{span.stop}" for span in part) for part in shards.parts)
+    if len(tokens) > MOST_CHARACTERS:
+        tokens = f"{blake2b(tokens.encode(), digest_size=8).hexdigest()}: {tokens[:MOST_CHARACTERS]}"
+    return {**workload.model_dump(mode="json"), "rows": shards.rows, "tokens": tokens, "algorithm": algorithm}
