@@ -45,6 +45,10 @@ from dilabench.validation import validated
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
 
 
+# Kept for each `SequenceShards`, of some 20 kilobytes each.
+MOST_FUNCTIONS = 256
+
+
 class SequenceShards:
     """The tokens that each rank of a group owns, and the cached functions that attend over them.
 
@@ -109,6 +113,9 @@ class SequenceShards:
                     known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
+            if len(self._functions) >= MOST_FUNCTIONS:
+                # The oldest: all ranks make the same calls, so all of them drop the same one.
+                del self._functions[next(iter(self._functions))]
             self._functions[key_of_call] = known
         return known
 

@@ -43,25 +43,36 @@ PERIOD_S = 0.5
 REMEMBERED = 4096
 # Tags of gloo: outside of calls, and one that no message has. Those of calls are larger.
 NO_CALL, NO_MESSAGE = 0, 1
-_MOST_CHARACTERS = 200
+# Of a value in the text of a request: bounds of many documents are long.
+MOST_CHARACTERS = 200
 # The running hash is a polynomial in an odd factor, modulo 2^64.
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What all ranks must ask for alike in a call, by name. hash: the same in every process; tag: of its messages."""
+    """What all ranks must ask for alike in a call: by name as JSON, with the beginning of long values, and a hash of it
+    all, the same in every process. tag: of the call's messages.
+    """
 
-    fields: Mapping[str, Any]
+    text: str
     hash: int
     tag: int
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Request:
         """The fields can be written as JSON."""
-        text = json.dumps(fields, sort_keys=True)
-        digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
-        return cls(json.loads(text), digest, NO_MESSAGE + 1 + digest % (2**31 - NO_MESSAGE - 1))
+        written = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
+        known = _hash("".join(f"{name} {text} " for name, text in sorted(written.items())))
+        for name, text in written.items():
+            if len(text) > MOST_CHARACTERS:
+                written[name] = json.dumps(f"{text[:MOST_CHARACTERS]} ... ({_hash(text):x})")
+        text = ", ".join(f"{json.dumps(name)}: {value}" for name, value in written.items())
+        return cls(f"{{{text}}}", known, NO_MESSAGE + 1 + known % (2**31 - NO_MESSAGE - 1))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
 class Count(NamedTuple):
@@ -70,6 +81,10 @@ class Count(NamedTuple):
     beginning: int
     number: int
     hash: int
+
+
+Remembered = tuple[Count, str]
+"""A call, and the text of its request."""
 
 
 class Fact(NamedTuple):
@@ -85,32 +100,31 @@ class _Shares(Protocol):
     def share(self, fact: Any) -> list[Any]: ...
 
 
-def disagreement(requests: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The fields in which the requests of ranks differ, as a sentence; None if they are equal."""
-    first, *others = requests.values()
-    fields = [name for name in first if any(request.get(name) != first[name] for request in others)]
-    if not fields:
+def disagreement(requests: Mapping[int, str]) -> str | None:
+    """The fields in which the requests of ranks differ, as a sentence; None if their texts are equal."""
+    if len({*requests.values()}) == 1:
         return None
-    texts = {
-        rank: ", ".join(f"{name} {json.dumps(request.get(name))[:_MOST_CHARACTERS]}" for name in fields)
-        for rank, request in requests.items()
-    }
-    return _disagree(f"rank {rank} has {text}" for rank, text in texts.items())
+    by_rank: dict[int, dict[str, Any]] = {rank: json.loads(text) for rank, text in requests.items()}
+    first, *others = by_rank.values()
+    names = [name for name in first if any(request.get(name) != first[name] for request in others)]
+    return _disagree(
+        f"rank {rank} has " + ", ".join(f"{name} {json.dumps(request.get(name))}" for name in names)
+        for rank, request in by_rank.items()
+    )
 
 
-def first_disagreement(calls: Mapping[int, Sequence[tuple[Count, Mapping[str, Any]]]]) -> str | None:
+def first_disagreement(calls: Mapping[int, Sequence[Remembered]]) -> str | None:
     """How the first calls that differ do, as a sentence; None if all calls that ranks have in common are equal.
 
-    calls: by rank, the counts and requests that it remembers.
+    calls: by rank, the calls that it remembers.
     """
-    by_rank = {rank: dict(counted) for rank, counted in calls.items()}
-    numbers = {rank: {count[:2]: count for count in counted} for rank, counted in by_rank.items()}
-    for number in sorted(set.intersection(*map(set, numbers.values()))):
-        counts = {rank: known[number] for rank, known in numbers.items()}
-        if text := disagreement({rank: by_rank[rank][count] for rank, count in counts.items()}):
+    by_rank = {rank: {count[:2]: (count.hash, text) for count, text in several} for rank, several in calls.items()}
+    for number in sorted(set.intersection(*map(set, by_rank.values()))):
+        if text := disagreement({rank: known[number][1] for rank, known in by_rank.items()}):
             return text
-        if len({*counts.values()}) > 1:
-            return _disagree(f"rank {rank} made calls of hash {count.hash:x}" for rank, count in counts.items())
+        hashes = {rank: known[number][0] for rank, known in by_rank.items()}
+        if len({*hashes.values()}) > 1:
+            return _disagree(f"rank {rank} made calls of hash {known:x}" for rank, known in hashes.items())
     return None
 
 
@@ -200,9 +214,9 @@ class Calls:
         self._end(text)
         return text
 
-    def _remembered(self) -> list[tuple[Count, Mapping[str, Any]]]:
+    def _remembered(self) -> list[Remembered]:
         beginning = self._beginning
-        return [(Count(beginning, number, known), request.fields) for number, known, request in self._history.copy()]
+        return [(Count(beginning, number, known), request.text) for number, known, request in self._history.copy()]
 
     def _end(self, text: str) -> None:
         """Let every later use of the group raise this disagreement, and end the waits of devices."""
@@ -280,14 +294,13 @@ class Calls:
                 work.wait(timedelta(milliseconds=1))
 
 
-def _written(calls: Sequence[tuple[Count, Mapping[str, Any]]]) -> str:
-    """Calls as text, with each request once: they may have the bounds of many documents."""
-    requests = {id(fields): fields for _, fields in calls}
-    places = {key: place for place, key in enumerate(requests)}
-    return json.dumps([[*requests.values()], [(count, places[id(fields)]) for count, fields in calls]])
+def _written(calls: Sequence[Remembered]) -> str:
+    """Calls as text, with each request once."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(text for _, text in calls))}
+    return json.dumps([[*places], [(count, places[text]) for count, text in calls]])
 
 
-def _read(text: bytes) -> list[tuple[Count, Mapping[str, Any]]]:
+def _read(text: bytes) -> list[Remembered]:
     requests, calls = json.loads(text)
     return [(Count(*count), requests[place]) for count, place in calls]
 

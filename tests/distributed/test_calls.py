@@ -211,10 +211,18 @@ def test_hashes_and_tags_are_those_of_every_process():
 
 
 def test_only_the_fields_that_differ_are_named():
-    one, other = ONE.fields, OTHER.fields
-    assert disagreement({0: one, 1: dict(one)}) is None
-    text = disagreement({0: one, 1: other, 2: one})
+    assert disagreement({0: ONE.text, 1: ONE.text}) is None
+    text = disagreement({0: ONE.text, 1: OTHER.text, 2: ONE.text})
     assert text == (
         "ranks disagree on the workload: rank 0 has scale null; rank 1 has scale 0.5; rank 2 has scale null; "
         "give every rank the same request"
     )
+
+
+def test_of_long_values_that_differ_only_at_their_ends_little_is_kept():
+    long = [Request.of({"rows": 4, "cu_seqlens": [*range(5000), last]}) for last in (6000, 7000)]
+    assert long[0].hash != long[1].hash
+    assert len(long[0].text) < 2 * calls_module.MOST_CHARACTERS
+    text = disagreement({rank: request.text for rank, request in enumerate(long)})
+    assert text.count("cu_seqlens") == 2
+    assert "rows" not in text

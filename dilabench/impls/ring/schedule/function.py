@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,9 +17,6 @@ from dilabench.impls.one_operator import eager
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
-
-# Of the text that says which tokens each rank has.
-MOST_CHARACTERS = 160
 
 
 class Algorithm(Protocol):
@@ -167,8 +163,8 @@ class ShardedAttention:
         w, given = self.workload, [tuple(x.shape) for x in (q, k, v)]
         if not self._compared:
             calls = self.world.calls
-            fields = self._requests["forward"].fields
-            facts = self.world.share((fields, None if right else str(given), None if calls is None else calls.fact))
+            asked = self._requests["forward"].text
+            facts = self.world.share((asked, None if right else str(given), None if calls is None else calls.fact))
             self._compared = True
             differ = calls is not None and calls.met([fact for _, _, fact in facts])
             wrong = {rank: shapes for rank, (_, shapes, _) in enumerate(facts) if shapes}
@@ -188,7 +184,5 @@ class ShardedAttention:
 
 def request_fields(workload: Workload, shards: Shards, algorithm: str) -> dict[str, Any]:
     """What all ranks must ask for alike, by name."""
-    tokens = "; ".join(" ".join(f"{span.start}-{span.stop}" for span in part) for part in shards.parts)
-    if len(tokens) > MOST_CHARACTERS:
-        tokens = f"{blake2b(tokens.encode(), digest_size=8).hexdigest()}: {tokens[:MOST_CHARACTERS]}"
+    tokens = [[(span.start, span.stop) for span in part] for part in shards.parts]
     return {**workload.model_dump(mode="json"), "rows": shards.rows, "tokens": tokens, "algorithm": algorithm}
