@@ -44,7 +44,6 @@ from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
 
-
 # Kept for each `SequenceShards`, of some 20 kilobytes each.
 MOST_FUNCTIONS = 256
 

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dilabench.distributed.calls import NO_CALL, Calls, Request, calls_of
 from dilabench.distributed.groups import DEFAULT_TIMEOUT_S, control_of, timeout_of
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.transport.messages import Counts, counts_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
@@ -64,10 +65,6 @@ class Traffic:
         return named | dict(zip((SENT_BYTES.key, RECEIVED_BYTES.key), self.total(), strict=True))
 
 
-Counts = Mapping[int, tuple[int, int]]
-"""By peer the number of messages, and their bytes."""
-
-
 class MessageCounts:
     """Messages and their bytes that this rank has sent to, and received from, every rank since it joined."""
 
@@ -88,10 +85,6 @@ class MessageCounts:
             of_peer[1] += nbytes
             total += nbytes
         return total
-
-
-def _counts(messages: Mapping[int, Sequence[Tensor]]) -> Counts:
-    return {peer: (len(tensors), sum(tensor.nbytes for tensor in tensors)) for peer, tensors in messages.items()}
 
 
 class Work:
@@ -253,9 +246,12 @@ class World:
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
-        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
-            return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
+            plan, tensors = self.copies.plan(sends, receives)
+            self.count(plan.sent, plan.received, kind)
+            work = self.copies.exchange(plan.sends, plan.receives, tensors)
+            return Work([work], [x for several in receives.values() for x in several])
+        self.count(counts_of(sends), counts_of(receives), kind)
         self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         staged: list[tuple[Tensor, Tensor]] = []
@@ -297,7 +293,7 @@ class World:
         if self.copies is not None or self.device.type == "cpu":
             taken[self.rank].copy_(given[self.rank])
             return received, self.send_recv(sends, receives, kind)
-        self.count(_counts(sends), _counts(receives), kind)
+        self.count(counts_of(sends), counts_of(receives), kind)
         self._refuse_capture(flat)
         work = dist.all_to_all_single(
             received, flat, list(output_split_sizes), list(input_split_sizes), group=self.group, async_op=True

@@ -51,7 +51,7 @@ def test_nothing_is_used_after_a_transfer_that_failed_or_could_not_be_watched(wa
     copies._under_way.append(transport._Transfer(0.0, 1.0, SimpleNamespace(query=query)))
     copies._watcher.start()
     assert released.wait(10)
-    for use in (copies.check, copies.confirm_counts, lambda: copies.send_recv({}, {})):
+    for use in (copies.check, copies.confirm_counts, lambda: copies.exchange({}, {}, ())):
         with pytest.raises(RuntimeError, match=message):
             use()
 

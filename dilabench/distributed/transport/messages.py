@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
@@ -88,6 +88,39 @@ class Message(NamedTuple):
                 parts.append(Part(start, nbytes, number, offset, *(sizes if nbytes else (0, 0, 0))))
                 start = _aligned(start + nbytes, _PART_ALIGNMENT)
         return cls(tuple(parts), _aligned(start, ALIGNMENT))
+
+
+TensorsOf = Mapping[int, Sequence[Tensor]]
+"""By peer, tensors that go to it, or come from it."""
+
+Counts = Mapping[int, tuple[int, int]]
+"""By peer the number of tensors, and their bytes."""
+
+
+class Plan(NamedTuple):
+    """The messages of an exchange, by peer, and their counts: what depends on shapes alone."""
+
+    sends: Mapping[int, Message]
+    receives: Mapping[int, Message]
+    sent: Counts
+    received: Counts
+
+    @classmethod
+    def of_tensors(cls, sends: TensorsOf, receives: TensorsOf) -> Plan:
+        """Whole tensors, numbered in this order."""
+        number, messages = 0, []
+        for peers, most_rows in ((sends, MOST_ROWS), (receives, inf)):
+            of_peers = {}
+            for peer, tensors in peers.items():
+                of_peers[peer] = Message.of(tensors, number, most_rows)
+                number += len(tensors)
+            messages.append(of_peers)
+        return cls(*messages, counts_of(sends), counts_of(receives))
+
+
+def counts_of(tensors: TensorsOf) -> Counts:
+    """How many tensors, and bytes, go to or come from each peer."""
+    return {peer: (len(several), sum(x.nbytes for x in several)) for peer, several in tensors.items()}
 
 
 def _rows(x: Tensor) -> tuple[int, int, int]:
