@@ -6,9 +6,9 @@ hashes with one number differ if any call so far differed. Ranks that compare wh
 and hash with it. So a difference is found at the next new call, or within about a second of the call that differs, and
 every later use of the group raises the error.
 
-gloo's messages carry the hash of their call as their tag, so that messages of different calls never meet. The ranks
-wait until they know of the disagreement; each then lets a receive time out, which closes gloo's connections, and ends
-that very call with the error. NCCL's messages have no tag. Equal sizes are exchanged, and the results of such calls
+gloo's messages carry the running hash as their tag, so that messages of ranks that differ never meet. The ranks wait
+until they know of the disagreement; each then lets a receive time out, which closes gloo's connections, and ends the
+call with the error. NCCL's messages have no tag. Equal sizes are exchanged, and the results of such calls
 must not be used; unequal ones wait until the timeout of their group, while the text is logged on all ranks. Waits of a
 GPU for messages by copy engines are ended (`ends`).
 """
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 # Earlier calls that a rank remembers: more than it makes until peers have read its number.
 REMEMBERED = 4096
-# Tags of gloo: outside of calls, and one that no message has. Those of calls are larger.
+# Tags of gloo: outside of calls, and one that no message has. Those of calls are larger, and less than 2^31.
 NO_CALL, NO_MESSAGE = 0, 1
+_TAGS = 2**31 - 2
 # Of a value in the text of a request: bounds of many documents are long.
 MOST_CHARACTERS = 200
 # The running hash is a polynomial in an odd factor, modulo 2^64.
@@ -52,12 +53,11 @@ _FACTOR, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 @dataclass(frozen=True, slots=True)
 class Request:
     """What all ranks must ask for alike in a call: by name as JSON, with the beginning of long values, and a hash of it
-    all, the same in every process. tag: of the call's messages.
+    all, the same in every process.
     """
 
     text: str
     hash: int
-    tag: int
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Request:
@@ -68,7 +68,7 @@ class Request:
             if len(text) > MOST_CHARACTERS:
                 written[name] = json.dumps(f"{text[:MOST_CHARACTERS]} ... ({_hash(text):x})")
         text = ", ".join(f"{json.dumps(name)}: {value}" for name, value in written.items())
-        return cls(f"{{{text}}}", known, NO_MESSAGE + 1 + known % (2**31 - NO_MESSAGE - 1))
+        return cls(f"{{{text}}}", known)
 
 
 def _hash(text: str) -> int:
@@ -76,9 +76,9 @@ def _hash(text: str) -> int:
 
 
 class Count(NamedTuple):
-    """How many calls a rank has made since ranks last began to count, and the hash of all of them."""
+    """How many calls a rank has made since its last call that failed, how many failed, and the hash of the first."""
 
-    beginning: int
+    failed: int
     number: int
     hash: int
 
@@ -88,10 +88,10 @@ Remembered = tuple[Count, str]
 
 
 class Fact(NamedTuple):
-    """What ranks exchange at a new call. count: None after a call that failed on this rank."""
+    """What ranks exchange at a new call."""
 
     token: str
-    count: Count | None
+    count: Count
 
 
 class _Shares(Protocol):
@@ -149,11 +149,10 @@ class Calls:
         self._group_store = group.get_group_store()
         self._store: PrefixStore | None = None
         self.tag = NO_CALL
-        # Parts of a `Count`, and of those of earlier calls, with their requests.
-        self._beginning = self._number = self._hash = 0
-        self._history: deque[tuple[int, int, Request]] = deque(maxlen=REMEMBERED)
+        # The `Count` of this rank, and of earlier calls with their requests, in parts.
+        self._failed = self._number = self._hash = 0
+        self._history: deque[tuple[int, int, int, Request]] = deque(maxlen=REMEMBERED)
         self._written = Count(0, 0, 0)
-        self._failed = False
         self.ends: dict[torch.device, Callable[[str], None]] = {}
         self._disagreement = ""
 
@@ -168,8 +167,8 @@ class Calls:
             raise RanksDisagreeError(self._disagreement)
         self._number = number = self._number + 1
         self._hash = known = (self._hash * _FACTOR + request.hash) & _MASK
-        self._history.append((number, known, request))
-        self.tag = request.tag
+        self._history.append((self._failed, number, known, request))
+        self.tag = NO_MESSAGE + 1 + known % _TAGS
         return self
 
     def __enter__(self) -> None:
@@ -179,44 +178,38 @@ class Calls:
         self.tag = NO_CALL
         if error is None:
             return
-        # A call that memory ran out in may have no backward pass here, and one on the other ranks.
-        self._failed |= not isinstance(error, (ValueError, RanksDisagreeError))
+        if not isinstance(error, (ValueError, RanksDisagreeError)):
+            # If memory runs out on all ranks, one of them may be in its backward pass already: all count from here on.
+            self._failed += 1
+            self._number = self._hash = 0
+            self._history.clear()
         if isinstance(error, RuntimeError) and (text := self._found()):
             raise RanksDisagreeError(text) from error
 
     @property
     def fact(self) -> Fact:
         """What this rank gives its peers at a new call."""
-        return Fact(self._token, None if self._failed else Count(self._beginning, self._number, self._hash))
+        return Fact(self._token, Count(self._failed, self._number, self._hash))
 
     def met(self, facts: Sequence[Fact]) -> bool:
-        """Begin to compare counts in the background, given the facts of all ranks; return True if they differ already.
-
-        After a failed call of any rank all begin to count again.
-        """
+        """Compare counts in the background from now on, given the facts of all ranks; True if they differ already."""
         if self._store is None:
             self._store = PrefixStore(f"dilabench/{facts[0].token}", self._group_store)
             _watch(self)
-        counts = [fact.count for fact in facts if fact.count is not None]
-        if len(counts) < len(facts):
-            self._history.clear()
-            self._beginning = 1 + max((count.beginning for count in counts), default=self._beginning)
-            self._number, self._hash, self._failed = 0, 0, False
-            return False
-        return len({*counts}) > 1
+        return len({fact.count for fact in facts}) > 1
 
     def differ(self, world: _Shares) -> str:
         """How the calls of ranks differ, on all of them; every later use of the group raises it. All ranks call it."""
-        by_rank = dict(enumerate(world.share(self._remembered())))
-        text = first_disagreement(by_rank) or _disagree(
-            f"rank {rank} has made {len(counted)} calls" for rank, counted in by_rank.items()
+        by_rank = dict(enumerate(world.share((self.fact.count, self._remembered()))))
+        text = first_disagreement({rank: calls for rank, (_, calls) in by_rank.items()}) or _disagree(
+            f"rank {rank} has made {count.number} calls after {count.failed} that failed"
+            for rank, (count, _) in by_rank.items()
         )
         self._end(text)
         return text
 
     def _remembered(self) -> list[Remembered]:
-        beginning = self._beginning
-        return [(Count(beginning, number, known), request.text) for number, known, request in self._history.copy()]
+        return [(Count(*count), request.text) for *count, request in self._history.copy()]
 
     def _end(self, text: str) -> None:
         """Let every later use of the group raise this disagreement, and end the waits of devices."""
@@ -250,7 +243,7 @@ class Calls:
     def _compared(self, store: PrefixStore) -> str | None:
         """The disagreement with a peer, which is written into the store."""
         history = self._history.copy()
-        count = Count(self._beginning, *history[-1][:2]) if history else self._written
+        count = Count(*history[-1][:3]) if history else self._written
         if count != self._written:
             store.set(f"count {self._rank}", json.dumps(count))
             self._written = count
@@ -275,11 +268,11 @@ class Calls:
             if store.check([f"count {peer}"]):
                 yield Count(*json.loads(store.get(f"count {peer}")))
 
-    def _differs(self, theirs: Count, history: Sequence[tuple[int, int, Request]]) -> bool:
-        """Return True if this rank's count of the same number has another hash."""
-        place = theirs.number - history[0][0] if history else -1
-        known = theirs.beginning == self._beginning and 0 <= place < len(history)
-        return known and history[place][1] != theirs.hash
+    @staticmethod
+    def _differs(theirs: Count, history: Sequence[tuple[int, int, int, Request]]) -> bool:
+        """Return True if the count of the same number has another hash in this rank's history."""
+        place = theirs.number - history[0][1] if history else -1
+        return 0 <= place < len(history) and history[place][:2] == theirs[:2] and history[place][2] != theirs.hash
 
     def _end_waits(self, group: dist.ProcessGroup) -> None:
         """Let a receive from each peer time out, after which gloo closes all connections of this rank.

@@ -23,7 +23,7 @@ class Ranks:
     """A stand-in for `World`, with the facts of all ranks."""
 
     def __init__(self, several):
-        self.share = lambda _fact: [calls._remembered() for calls in several]
+        self.share = lambda _fact: [(calls.fact.count, calls._remembered()) for calls in several]
 
 
 def ranks_of(store, size):
@@ -143,26 +143,40 @@ def test_a_rank_that_made_more_calls_is_found_at_a_new_one(three):
     for rank, calls in enumerate(three):
         make(calls, *[ONE] * (2 + (rank == 1)))
     assert meet(three) == [True] * 3
-    assert "rank 0 has made 2 calls; rank 1 has made 3 calls" in three[0].differ(Ranks(three))
+    assert "rank 0 has made 2 calls after 0 that failed; rank 1 has made 3" in three[0].differ(Ranks(three))
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_after_a_failed_call_ranks_begin_to_count_again(three, kind):
-    first, *others = three
-    with pytest.raises(kind), first.numbered(ONE):
-        raise kind("this rank has no backward pass")
-    for calls in others:
-        make(calls, ONE, OTHER)
+FAILURES = [torch.OutOfMemoryError, KeyboardInterrupt]
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_after_a_call_that_failed_on_all_ranks_they_count_again(three, kind):
+    """On some of them in the backward pass."""
+    for rank, calls in enumerate(three):
+        make(calls, *[ONE] * rank)
+        with pytest.raises(kind), calls.numbered(OTHER):
+            raise kind("no memory is left")
+    look(three)
     assert meet(three) == [False] * 3
     for calls in three:
         make(calls, ONE, ONE)
     look(three)
     assert [said(calls) for calls in three] == [None] * 3
-    make(first, OTHER)
-    for calls in others:
-        make(calls, ONE)
+    for rank, calls in enumerate(three):
+        make(calls, ONE if rank else OTHER)
     look(three)
     assert all("scale" in said(calls) for calls in three)
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_call_that_failed_on_one_rank_is_found_at_a_new_one(three, kind):
+    with pytest.raises(kind), three[1].numbered(ONE):
+        raise kind("no memory is left")
+    for calls in three:
+        make(calls, ONE)
+    assert meet(three) == [True] * 3
+    text = three[0].differ(Ranks(three))
+    assert "rank 1 has made 1 calls after 1 that failed" in text
 
 
 def test_a_refused_call_counts_on_all_ranks(three):
@@ -203,11 +217,15 @@ def test_a_group_whose_store_is_gone_is_left(three, monkeypatch):
     assert [calls._store for calls in three] == [None] * 3
 
 
-def test_hashes_and_tags_are_those_of_every_process():
-    same = Request.of({"rows": [4, 4], "scale": None})
-    assert (same.hash, same.tag) == (ONE.hash, ONE.tag)
-    assert (OTHER.hash, OTHER.tag) != (ONE.hash, ONE.tag)
-    assert calls_module.NO_MESSAGE < ONE.tag < 2**31
+def test_hashes_and_tags_are_those_of_every_process(three):
+    assert Request.of({"rows": [4, 4], "scale": None}).hash == ONE.hash != OTHER.hash
+    tags = []
+    for calls in three:
+        with calls.numbered(ONE):
+            tags.append(calls.tag)
+        assert calls.tag == calls_module.NO_CALL
+    assert len({*tags}) == 1
+    assert calls_module.NO_MESSAGE < tags[0] < 2**31
 
 
 def test_only_the_fields_that_differ_are_named():
