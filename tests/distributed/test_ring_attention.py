@@ -180,6 +180,17 @@ def test_calls_of_a_hundred_shapes_leave_nothing_behind(launch):
         assert kib < 4096
 
 
+@pytest.mark.slow
+def test_calls_of_many_shapes_on_one_cut_keep_few_functions(launch):
+    import many_calls_cases
+
+    for numbers in launch(many_calls_cases.in_one_cut, 2, [40, 8]):
+        functions, entries = zip(*numbers, strict=True)
+        assert functions == (*range(1, 9), *[8] * 33)
+        # Both ranks write their count as soon as they have one.
+        assert len({*entries[20:]}) == 1
+
+
 def losses(script: str, ranks: int, *arguments: str) -> list[float]:
     import launching
 
