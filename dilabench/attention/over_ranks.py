@@ -270,9 +270,9 @@ def ring_attention(
 
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
     latest, when a rank is gone. Raises RanksDisagreeError when ranks make different calls, new or known ones; the group
-    is then of no more use. With gloo they raise it in that call. On a GPU they raise it at their next new call, or at
-    the first use of the group after about a second, and no result since the last call that agreed may be read; with
-    NCCL a GPU that waits is ended by the timeout.
+    is then of no more use. With gloo they raise it in that call, or the next one with messages. On a GPU they raise it
+    at their next new call, or at the first use of the group after about a second, and no result since the last call
+    that agreed may be read; with NCCL a GPU that waits is ended by the timeout.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     if sink is not None:

@@ -91,7 +91,7 @@ class Fact(NamedTuple):
     """What ranks exchange at a new call."""
 
     token: str
-    count: Count
+    made: Count
 
 
 class _Shares(Protocol):
@@ -196,11 +196,11 @@ class Calls:
         if self._store is None:
             self._store = PrefixStore(f"dilabench/{facts[0].token}", self._group_store)
             _watch(self)
-        return len({fact.count for fact in facts}) > 1
+        return len({fact.made for fact in facts}) > 1
 
     def differ(self, world: _Shares) -> str:
         """How the calls of ranks differ, on all of them; every later use of the group raises it. All ranks call it."""
-        by_rank = dict(enumerate(world.share((self.fact.count, self._remembered()))))
+        by_rank = dict(enumerate(world.share((self.fact.made, self._remembered()))))
         text = first_disagreement({rank: calls for rank, (_, calls) in by_rank.items()}) or _disagree(
             f"rank {rank} has made {count.number} calls after {count.failed} that failed"
             for rank, (count, _) in by_rank.items()

@@ -44,12 +44,13 @@ class Exchange:
 
     def _planned(self, tensors: Sequence[Tensor]) -> tuple[Plan, Sequence[int]]:
         """The messages, and the numbers of the tensors that are received into."""
-        messages = [
+        sends, receives = (
             {peer: Message.of_rows(rows, tensors) for peer, rows in several.items()}
             for several in (self.sends, self.receives)
-        ]
-        counts = [counts_of(_rows(rows, tensors)) for rows in (self.sends, self.receives)]
-        return Plan(*messages, *counts), [*{number for rows in self.receives.values() for number, *_ in rows}]
+        )
+        sent, received = (counts_of(_rows(rows, tensors)) for rows in (self.sends, self.receives))
+        arriving = [*{number for rows in self.receives.values() for number, *_ in rows}]
+        return Plan(sends, receives, sent, received), arriving
 
 
 def _rows(rows: Mapping[int, Sequence[RowsOf]], tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:

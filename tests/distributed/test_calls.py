@@ -23,7 +23,7 @@ class Ranks:
     """A stand-in for `World`, with the facts of all ranks."""
 
     def __init__(self, several):
-        self.share = lambda _fact: [(calls.fact.count, calls._remembered()) for calls in several]
+        self.share = lambda _fact: [(calls.fact.made, calls._remembered()) for calls in several]
 
 
 def ranks_of(store, size):
@@ -184,7 +184,7 @@ def test_a_refused_call_counts_on_all_ranks(three):
         with pytest.raises(ValueError, match="shapes"), calls.numbered(ONE):
             raise ValueError("shapes")
     assert meet(three) == [False] * 3
-    assert three[0].fact.count.number == 1
+    assert three[0].fact.made.number == 1
 
 
 def test_entries_of_an_earlier_group_do_not_count(three):

@@ -108,14 +108,17 @@ class Plan(NamedTuple):
     @classmethod
     def of_tensors(cls, sends: TensorsOf, receives: TensorsOf) -> Plan:
         """Whole tensors, numbered in this order."""
-        number, messages = 0, []
-        for peers, most_rows in ((sends, MOST_ROWS), (receives, inf)):
-            of_peers = {}
-            for peer, tensors in peers.items():
-                of_peers[peer] = Message.of(tensors, number, most_rows)
+        number = 0
+
+        def messages(of_peers: TensorsOf, most_rows: float) -> dict[int, Message]:
+            nonlocal number
+            found = {}
+            for peer, tensors in of_peers.items():
+                found[peer] = Message.of(tensors, number, most_rows)
                 number += len(tensors)
-            messages.append(of_peers)
-        return cls(*messages, counts_of(sends), counts_of(receives))
+            return found
+
+        return cls(messages(sends, MOST_ROWS), messages(receives, inf), counts_of(sends), counts_of(receives))
 
 
 def counts_of(tensors: TensorsOf) -> Counts:
