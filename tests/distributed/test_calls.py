@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 
 from dilabench.distributed import calls as calls_module
-from dilabench.distributed.calls import REMEMBERED, Calls, Request, disagreement
+from dilabench.distributed.calls import Calls, Request, disagreement
 from dilabench.distributed.failures import RanksDisagreeError
 
 GPU = torch.device("cuda", 0)
+REMEMBERED = 64
 ONE, OTHER = Request.of({"scale": None, "rows": (4, 4)}), Request.of({"scale": 0.5, "rows": (4, 4)})
 
 
@@ -40,6 +41,7 @@ def meet(several):
 @pytest.fixture
 def three(monkeypatch):
     """The calls of three ranks that have met."""
+    monkeypatch.setattr(calls_module, "REMEMBERED", REMEMBERED)
     monkeypatch.setattr(calls_module, "_watch", lambda _calls: None)
     monkeypatch.setattr(calls_module, "is_alive", lambda _group: True)
     monkeypatch.setattr(Calls, "_end_waits", lambda _self, _group: None)
