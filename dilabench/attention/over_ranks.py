@@ -26,7 +26,6 @@ from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
-from dilabench.distributed.calls import Request
 from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
@@ -37,7 +36,7 @@ from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import as_one_operator, eager, is_plain_eager_call, new_number, register
 from dilabench.impls.operator_rules import refuse_forward_mode
-from dilabench.impls.ring.schedule.function import ShardedAttention, request_fields
+from dilabench.impls.ring.schedule.function import ShardedAttention, request_for
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -120,9 +119,12 @@ class SequenceShards:
 
     def _new(self, workload: Workload, device: torch.device, call: Call) -> ShardedAttention:
         """The computation of a call that is new to this rank; ranks exchange facts to make it."""
-        asked = request_fields(workload, self.shards, call.algorithm)
-        with self.world.numbered(Request.of({**asked, "pass": "the first, which is new"})):
-            return _function(workload, self, device, call)
+        request = request_for(workload, self.shards)
+        new = {"algorithm": call.algorithm, "pass": "the first, which is new"}
+        with self.world.numbered(request.with_fields(new)):
+            function, algorithm = _function(workload, self, device, call)
+        function.ask_for(request.with_fields({"algorithm": algorithm}))
+        return function
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
         """This rank's pairs, if all ranks have equally many."""
@@ -345,8 +347,10 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, call: Call) ->
     )
 
 
-def _function(workload: Workload, shards: SequenceShards, device: torch.device, call: Call) -> ShardedAttention:
-    """The function of the first supported algorithm with the same token order. Raises ValueError."""
+def _function(
+    workload: Workload, shards: SequenceShards, device: torch.device, call: Call
+) -> tuple[ShardedAttention, str]:
+    """The function of the first supported algorithm with the same token order, and its name. Raises ValueError."""
     algorithm, backend = call.algorithm, call.backend
     ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
@@ -375,8 +379,7 @@ def _function(workload: Workload, shards: SequenceShards, device: torch.device, 
         context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
-            built.ask_for(way.implementation)
-            return built
+            return built, way.implementation
         against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{_hint(shards)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")
 

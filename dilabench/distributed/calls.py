@@ -62,13 +62,18 @@ class Request:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Request:
         """The fields can be written as JSON."""
-        written = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
-        known = _hash("".join(f"{name} {text} " for name, text in sorted(written.items())))
-        for name, text in written.items():
+        return cls("{}", 0).with_fields(fields)
+
+    def with_fields(self, fields: Mapping[str, Any]) -> Request:
+        """The same request with further fields."""
+        known, texts = self.hash, [self.text[1:-1]] if self.text != "{}" else []
+        for name, value in sorted(fields.items()):
+            text = json.dumps(value, sort_keys=True)
+            known = _hash(f"{known} {name} {text}")
             if len(text) > MOST_CHARACTERS:
-                written[name] = json.dumps(f"{text[:MOST_CHARACTERS]} ... ({_hash(text):x})")
-        text = ", ".join(f"{json.dumps(name)}: {value}" for name, value in written.items())
-        return cls(f"{{{text}}}", known)
+                text = json.dumps(f"{text[:MOST_CHARACTERS]} ... ({_hash(text):x})")
+            texts.append(f"{json.dumps(name)}: {text}")
+        return Request(f"{{{', '.join(texts)}}}", known)
 
 
 def _hash(text: str) -> int:

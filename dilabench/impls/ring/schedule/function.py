@@ -89,15 +89,15 @@ class ShardedAttention:
             (*lead, shards.rows[world.rank], heads, workload.head_dim)
             for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
         ]
-        self.ask_for("")
+        # By pass; made at the first call unless they are given.
+        self._requests: dict[str, Request] = {}
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
-    def ask_for(self, algorithm: str) -> None:
-        """Name the algorithm that all ranks must run."""
-        asked = request_fields(self.workload, self.shards, algorithm)
+    def ask_for(self, request: Request) -> None:
+        """Let each pass ask for this on all ranks, and for itself."""
         passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
-        self._requests = {name: Request.of({**asked, "pass": name}) for name in passes}
+        self._requests = {name: request.with_fields({"pass": name}) for name in passes}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
@@ -118,6 +118,8 @@ class ShardedAttention:
 
         sink: [H], the logits of a key of value 0, the same on all ranks.
         """
+        if not self._requests:
+            self.ask_for(request_for(self.workload, self.shards))
         with self.world.numbered(self._requests["forward" if sink is None else "forward with a sink"]):
             self._check(q, k, v)
             if q.ndim == 4:
@@ -182,7 +184,8 @@ class ShardedAttention:
             )
 
 
-def request_fields(workload: Workload, shards: Shards, algorithm: str) -> dict[str, Any]:
-    """What all ranks must ask for alike, by name."""
-    tokens = [[(span.start, span.stop) for span in part] for part in shards.parts]
-    return {**workload.model_dump(mode="json"), "rows": shards.rows, "tokens": tokens, "algorithm": algorithm}
+def request_for(workload: Workload, shards: Shards) -> Request:
+    """What all ranks must ask for alike in every pass by any algorithm."""
+    # With the number of rows, these are the spans.
+    starts = [[span.start for span in part] for part in shards.parts]
+    return Request.of({**workload.model_dump(mode="json"), "rows": shards.rows, "starts": starts})
