@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from dilabench.attention import as_implementation, sequence_shards
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
+from dilabench.impls.operator_rules import from_bytes
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
 
@@ -189,6 +191,12 @@ def test_calls_of_many_shapes_on_one_cut_keep_few_functions(launch):
         assert functions == (*range(1, 9), *[8] * 33)
         # Both ranks write their count as soon as they have one.
         assert len({*entries[20:]}) == 1
+
+
+def test_a_backward_pass_whose_function_was_dropped_is_refused():
+    """What the forward pass kept has no shapes then."""
+    with pytest.raises(RuntimeError, match="more different calls were made"):
+        from_bytes(SimpleNamespace(kept=()), torch.zeros(16, dtype=torch.uint8))
 
 
 def losses(script: str, ranks: int, *arguments: str) -> list[float]:
