@@ -36,12 +36,15 @@ from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import as_one_operator, eager, is_plain_eager_call, new_number, register
 from dilabench.impls.operator_rules import refuse_forward_mode
-from dilabench.impls.ring.schedule.function import ShardedAttention
+from dilabench.impls.ring.schedule.function import ShardedAttention, request_for
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
+
+# Kept for each `SequenceShards`, of some 20 kilobytes each.
+MOST_FUNCTIONS = 256
 
 
 class SequenceShards:
@@ -108,14 +111,20 @@ class SequenceShards:
                     known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
+            if len(self._functions) >= MOST_FUNCTIONS:
+                # The oldest: all ranks make the same calls, so all of them drop the same one.
+                del self._functions[next(iter(self._functions))]
             self._functions[key_of_call] = known
         return known
 
     def _new(self, workload: Workload, device: torch.device, call: Call) -> ShardedAttention:
         """The computation of a call that is new to this rank; ranks exchange facts to make it."""
-        given = {"rows": self.shards.rows, "algorithm": call.algorithm, "pass": "the first, which is new"}
-        with self.world.numbered({**workload.model_dump(mode="json"), **given}):
-            return _function(workload, self, device, call)
+        request = request_for(workload, self.shards)
+        new = {"algorithm": call.algorithm, "pass": "the first, which is new"}
+        with self.world.numbered(request.with_fields(new)):
+            function, algorithm = _function(workload, self, device, call)
+        function.ask_for(request.with_fields({"algorithm": algorithm}))
+        return function
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
         """This rank's pairs, if all ranks have equally many."""
@@ -262,10 +271,10 @@ def ring_attention(
     gradients are exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, and RuntimeError, after the timeout of the group at the
-    latest, when a rank is gone. Raises RanksDisagreeError when ranks ask for different things that are new to all of
-    them. If others repeat an earlier call, ranks find it out after some seconds; the group is then of no more use. On a
-    GPU no result since the last call that agreed may be read, and the next call of the group raises the error; with
-    NCCL the others' GPUs wait for the timeout.
+    latest, when a rank is gone. Raises RanksDisagreeError when ranks make different calls, new or known ones; the group
+    is then of no more use. With gloo they raise it in that call, or the next one with messages. On a GPU they raise it
+    at their next new call, or at the first use of the group after about a second, and no result since the last call
+    that agreed may be read; with NCCL a GPU that waits is ended by the timeout.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     if sink is not None:
@@ -338,8 +347,10 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, call: Call) ->
     )
 
 
-def _function(workload: Workload, shards: SequenceShards, device: torch.device, call: Call) -> ShardedAttention:
-    """The function of the first supported algorithm with the same token order. Raises ValueError."""
+def _function(
+    workload: Workload, shards: SequenceShards, device: torch.device, call: Call
+) -> tuple[ShardedAttention, str]:
+    """The function of the first supported algorithm with the same token order, and its name. Raises ValueError."""
     algorithm, backend = call.algorithm, call.backend
     ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
@@ -368,7 +379,7 @@ def _function(workload: Workload, shards: SequenceShards, device: torch.device, 
         context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
-            return built
+            return built, way.implementation
         against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{_hint(shards)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")
 

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
-from dilabench.distributed.transport.messages import Message, RowsOf
+from dilabench.distributed.transport.messages import Message, Plan, RowsOf, counts_of
 from dilabench.distributed.world import Work, World
-
-
-class _Plan(NamedTuple):
-    """Messages by copy engines for tensors of some shapes, for each peer their number and bytes, and the numbers of
-    tensors that are received into.
-    """
-
-    sends: Mapping[int, Message]
-    receives: Mapping[int, Message]
-    sent: Mapping[int, tuple[int, int]]
-    received: Mapping[int, tuple[int, int]]
-    arriving: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +23,7 @@ class Exchange:
     kind: str
     sends: Mapping[int, Sequence[RowsOf]]
     receives: Mapping[int, Sequence[RowsOf]]
-    _plans: dict[tuple[object, ...], _Plan] = field(default_factory=dict, compare=False)
+    _plans: dict[tuple[object, ...], tuple[Plan, Sequence[int]]] = field(default_factory=dict, compare=False)
 
     def start(self, *tensors: Tensor) -> Work:
         """Send and receive rows of these tensors, and return the work to wait for."""
@@ -47,24 +34,23 @@ class Exchange:
         if not self.sends and not self.receives:
             return Work(())
         key = (given[0].dtype, *[x.shape for x in given])
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._planned(given)
+        known = self._plans.get(key)
+        if known is None:
+            known = self._plans[key] = self._planned(given)
+        plan, arriving = known
         self.world.count(plan.sent, plan.received, self.kind)
         work = copies.exchange(plan.sends, plan.receives, given)
-        return Work([work], [given[number] for number in plan.arriving])
+        return Work([work], [given[number] for number in arriving])
 
-    def _planned(self, tensors: Sequence[Tensor]) -> _Plan:
+    def _planned(self, tensors: Sequence[Tensor]) -> tuple[Plan, Sequence[int]]:
+        """The messages, and the numbers of the tensors that are received into."""
         sends, receives = (
             {peer: Message.of_rows(rows, tensors) for peer, rows in several.items()}
             for several in (self.sends, self.receives)
         )
-        sent, received = (
-            {peer: (len(several), sum(x.nbytes for x in several)) for peer, several in _rows(rows, tensors).items()}
-            for rows in (self.sends, self.receives)
-        )
-        arriving = {number for rows in self.receives.values() for number, *_ in rows}
-        return _Plan(sends, receives, sent, received, [*arriving])
+        sent, received = (counts_of(_rows(rows, tensors)) for rows in (self.sends, self.receives))
+        arriving = [*{number for rows in self.receives.values() for number, *_ in rows}]
+        return Plan(sends, receives, sent, received), arriving
 
 
 def _rows(rows: Mapping[int, Sequence[RowsOf]], tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:

@@ -18,7 +18,7 @@ def control_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group of the same ranks, made once and ended with the group. All ranks of the group call it."""
     control = _controls.get(group)
     # Destroying all groups destroys this one, too, while other code may still reference the group.
-    if control is None or not _is_alive(control):
+    if control is None or not is_alive(control):
         ranks = dist.get_process_group_ranks(group)
         timeout = timedelta(seconds=timeout_of(group))
         control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
@@ -35,7 +35,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
     return next((timeout.total_seconds() for timeout in known if timeout is not None), DEFAULT_TIMEOUT_S)
 
 
-def _is_alive(group: dist.ProcessGroup) -> bool:
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Return False after the end of a group."""
     try:
         return dist.get_rank(group) >= 0
     except (ValueError, RuntimeError):

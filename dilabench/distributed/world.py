@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dilabench.distributed.calls import Calls, calls_of
+from dilabench.distributed.calls import NO_CALL, Calls, Request, calls_of
 from dilabench.distributed.groups import DEFAULT_TIMEOUT_S, control_of, timeout_of
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.transport.messages import Counts, counts_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
@@ -64,10 +65,6 @@ class Traffic:
         return named | dict(zip((SENT_BYTES.key, RECEIVED_BYTES.key), self.total(), strict=True))
 
 
-Counts = Mapping[int, tuple[int, int]]
-"""By peer the number of messages, and their bytes."""
-
-
 class MessageCounts:
     """Messages and their bytes that this rank has sent to, and received from, every rank since it joined."""
 
@@ -90,39 +87,29 @@ class MessageCounts:
         return total
 
 
-def _counts(messages: Mapping[int, Sequence[Tensor]]) -> Counts:
-    return {peer: (len(tensors), sum(tensor.nbytes for tensor in tensors)) for peer, tensors in messages.items()}
-
-
 class Work:
     """Messages in flight. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
-    aliases: tensors given to gloo instead of the originals. Its thread releases them immediately or steps later, and
-    the memory would stay allocated that long; `wait` empties them, so that they hold no memory. staged: strided tensors
-    to receive into, each with the contiguous one that its message arrives in.
+    staged: strided tensors to receive into, each with the contiguous one that its message arrives in.
     """
 
     def __init__(
         self,
         works: Sequence[Any],
         kept: Sequence[Tensor] = (),
-        aliases: Sequence[Tensor] = (),
         staged: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._works = works
         self._kept = kept
-        self._aliases = aliases
         self._staged = staged
 
     def wait(self) -> None:
         """Return when the received tensors may be used. Raises RuntimeError if a peer is gone or too slow."""
         for work in self._works:
             work.wait()
-        for alias in self._aliases:
-            alias.set_(torch.UntypedStorage(0))
         for place, arrived in self._staged:
             copy_strided_(place, arrived)
-        self._works, self._kept, self._aliases, self._staged = (), (), (), ()
+        self._works, self._kept, self._staged = (), (), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +246,12 @@ class World:
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
-        self.count(_counts(sends), _counts(receives), kind)
         if self.copies is not None:
-            return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
+            plan, tensors = self.copies.plan(sends, receives)
+            self.count(plan.sent, plan.received, kind)
+            work = self.copies.exchange(plan.sends, plan.receives, tensors)
+            return Work([work], [x for several in receives.values() for x in several])
+        self.count(counts_of(sends), counts_of(receives), kind)
         self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         staged: list[tuple[Tensor, Tensor]] = []
@@ -297,18 +287,18 @@ class World:
             received.copy_(flat)
             return received, Work(())
         given, taken = flat.split(list(input_split_sizes)), received.split(list(output_split_sizes))
-        sends, receives = {peer: [given[peer]] for peer in self.peers}, {peer: [taken[peer]] for peer in self.peers}
-        self.count(_counts(sends), _counts(receives), kind)
-        if self.copies is not None:
-            taken[self.rank].copy_(given[self.rank])
-            return received, Work([self.copies.send_recv(sends, receives)], taken)
-        self._refuse_capture(flat)
-        aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
-        into, from_ = aliases or (received, flat)
-        work = dist.all_to_all_single(
-            into, from_, list(output_split_sizes), list(input_split_sizes), group=self.group, async_op=True
+        sends, receives = (
+            {peer: [parts[peer]] for peer in self.peers if parts[peer].numel()} for parts in (given, taken)
         )
-        return received, Work([work], [flat], aliases)
+        if self.copies is not None or self.device.type == "cpu":
+            taken[self.rank].copy_(given[self.rank])
+            return received, self.send_recv(sends, receives, kind)
+        self.count(counts_of(sends), counts_of(receives), kind)
+        self._refuse_capture(flat)
+        work = dist.all_to_all_single(
+            received, flat, list(output_split_sizes), list(input_split_sizes), group=self.group, async_op=True
+        )
+        return received, Work([work], [flat])
 
     def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]], kind: str = "whole") -> list[Tensor]:
         """Every rank's tensor, of the given shapes, on every rank; its own may be `shard` itself."""
@@ -343,9 +333,9 @@ class World:
         dist.all_gather_object(facts, fact, group=self.control)
         return facts
 
-    def numbered(self, request: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def numbered(self, request: Request) -> AbstractContextManager[None]:
         """Number a call of the group for as long as the context is open (`calls`). All ranks do."""
-        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request, self.device)
+        return NOT_NUMBERED if self.calls is None else self.calls.numbered(request)
 
     def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
         """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""
@@ -389,7 +379,13 @@ class World:
             self.copies.timeout_s = self.timeout_s if timeout_s is None else min(self.timeout_s, timeout_s)
 
     def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
-        return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]
+        # NCCL has no tags.
+        tag = NO_CALL if self.calls is None or self.device.type == "cuda" else self.calls.tag
+        return [
+            dist.P2POp(operation, x, group=self.group, group_peer=peer, tag=tag)
+            for peer in tensors
+            for x in tensors[peer]
+        ]
 
     def _warm_up(self) -> None:
         """Every kind of operation once, with every peer: NCCL connects at the first use."""
@@ -412,8 +408,3 @@ def _contiguous_for(place: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tenso
         return place
     staged.append((place, place.new_empty(place.shape)))
     return staged[-1][1]
-
-
-def _alias(x: Tensor) -> Tensor:
-    """A separate tensor over the same memory; a view would keep its base alive."""
-    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

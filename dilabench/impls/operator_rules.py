@@ -334,7 +334,15 @@ def as_bytes(computation: Any, kept: Sequence[Tensor]) -> Tensor:
 
 
 def from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of `as_bytes`, as views."""
+    """The tensors of `as_bytes`, as views.
+
+    Raises RuntimeError if the computation is another one than before: it was dropped in between.
+    """
+    if kept.numel() and not computation.kept:
+        raise RuntimeError(
+            "more different calls were made between this forward pass and its backward pass than are kept; make fewer, "
+            "or separate SequenceShards for some of them"
+        )
     found, first = [], 0
     for shape, dtype in computation.kept:
         size = math.prod(shape) * dtype.itemsize

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from dilabench.attention import as_implementation, sequence_shards
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
+from dilabench.impls.operator_rules import from_bytes
 from dilabench.workload.spec import Workload
 from tests.conftest import slow
 
@@ -70,47 +72,41 @@ def test_packed_sequences_stay_packed_however_few_there_are(bounds):
 
 
 USUAL = (2, 4, "float32")
+RING = {"algorithm": "ring-overlap"}
 CHANGES = {
-    "scale": ({"scale": 0.5}, USUAL),
-    "causal": ({"causal": False}, USUAL),
-    "window": ({"window": (5, 0)}, USUAL),
-    "pattern": ({"segment_lengths": (6, 12), "dilation_rates": (1, 2)}, USUAL),
-    "algorithm": ({"algorithm": "ulysses"}, USUAL),
-    "dtype": ({}, (2, 4, "float64")),
-    "batch_size": ({}, (1, 4, "float32")),
-    "num_heads": ({}, (2, 2, "float32")),
+    "scale": ("contiguous", RING, {"scale": 0.5}, USUAL),
+    "causal": ("contiguous", RING, {"causal": False}, USUAL),
+    "window": ("contiguous", RING, {"window": (9, 0)}, USUAL),
+    "pattern": ("contiguous", RING, {"segment_lengths": (6, 24), "dilation_rates": (1, 2)}, USUAL),
+    "algorithm": ("contiguous", RING, {"algorithm": "ring"}, USUAL),
+    "pass": ("contiguous", RING, {"sink": True}, USUAL),
+    "dtype": ("contiguous", RING, {}, (2, 4, "float64")),
+    "batch_size": ("contiguous", RING, {}, (1, 4, "float32")),
+    "num_heads": ("contiguous", RING, {}, (2, 2, "float32")),
+    **{
+        f"scale in {name}": (order, {"algorithm": name}, {"scale": 0.5}, USUAL)
+        for order, name in (
+            ("contiguous", "ring"),
+            ("contiguous", "ring-allgather"),
+            ("contiguous", "ulysses"),
+            ("zigzag", "zigzag-ring"),
+            ("zigzag", "zigzag-allgather"),
+            ("balanced", "balanced-allgather"),
+        )
+    },
 }
 
 
-# Each is a group of its own, which NCCL takes a second to connect.
-OVER_NCCL = pytest.param(
-    2,
-    "cuda",
-    ("scale", "dtype"),
-    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
-    id="over NCCL",
-)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "device", "options"),
-    [
-        pytest.param(2, "cpu", tuple(CHANGES), id="2"),
-        pytest.param(3, "cpu", tuple(CHANGES), id="3", marks=pytest.mark.slow),
-        OVER_NCCL,
-    ],
-)
-def test_a_new_call_and_a_known_one_that_meet_are_refused_with_both(monkeypatch, launch, ranks, device, options):
+@pytest.mark.parametrize(("ranks", "known"), [(2, True), slow(2, False), slow(3, True), slow(3, False)])
+def test_two_calls_that_meet_are_refused_with_both(launch, ranks, known):
     import library_cases
 
-    if device == "cuda":
-        # Not by the copy engines.
-        monkeypatch.setenv("DILABENCH_TRANSPORT", "nccl")
-    results = launch(library_cases.in_different_calls, ranks, [[CHANGES[name] for name in options]], device=device)
-    for option, *said in zip(options, *results, strict=True):
-        for text in said:
-            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank ")
-            assert text.count(f"{option} ") == 2
+    changes = [(order, known, *changed) for order, *changed in CHANGES.values()]
+    results = launch(library_cases.in_different_calls, ranks, [changes])
+    for change, *said in zip(CHANGES, *results, strict=True):
+        for text, _ in said:
+            assert text.startswith("RanksDisagreeError: ranks disagree on the workload: rank "), change
+            assert text.count(f"{change.split()[0]} ") == 2
 
 
 def test_a_rank_that_is_late_is_waited_for(launch):
@@ -184,6 +180,23 @@ def test_calls_of_a_hundred_shapes_leave_nothing_behind(launch):
         assert tensors <= 0
         # The allocators of Python and torch keep some freed memory.
         assert kib < 4096
+
+
+@pytest.mark.slow
+def test_calls_of_many_shapes_on_one_cut_keep_few_functions(launch):
+    import many_calls_cases
+
+    for numbers in launch(many_calls_cases.in_one_cut, 2, [40, 8]):
+        functions, entries = zip(*numbers, strict=True)
+        assert functions == (*range(1, 9), *[8] * 33)
+        # Both ranks write their count as soon as they have one.
+        assert len({*entries[20:]}) == 1
+
+
+def test_a_backward_pass_whose_function_was_dropped_is_refused():
+    """What the forward pass kept has no shapes then."""
+    with pytest.raises(RuntimeError, match="more different calls were made"):
+        from_bytes(SimpleNamespace(kept=()), torch.zeros(16, dtype=torch.uint8))
 
 
 def losses(script: str, ranks: int, *arguments: str) -> list[float]:

@@ -14,14 +14,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from math import inf
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.messages import MOST_ROWS, Message, receive, send
+from dilabench.distributed.transport.messages import Message, Plan, TensorsOf, receive, send
 from dilabench.distributed.transport.ring_buffers import (
     ALIGNMENT,
     COUNTER_STEP,
@@ -55,15 +54,18 @@ class StreamQueue:
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
-        _check(self._wait(self._handle, counter, count & LARGEST_COUNT, _WAIT_UNTIL_AT_LEAST))
+        if status := self._wait(self._handle, counter, count & LARGEST_COUNT, _WAIT_UNTIL_AT_LEAST):
+            _refuse(status)
 
     def set(self, counter: int, count: int) -> None:
         """Write the count; the driver orders it after all writes before it, for all devices."""
-        _check(self._write(self._handle, counter, count & LARGEST_COUNT, 0))
+        if status := self._write(self._handle, counter, count & LARGEST_COUNT, 0):
+            _refuse(status)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes from or to a device that this one can reach."""
-        _check(self._copy(target, source, nbytes, self._handle))
+        if status := self._copy(target, source, nbytes, self._handle):
+            _refuse(status)
 
     def copy_rows(self, target: Rows, source: Rows, width: int, count: int) -> None:
         """Copy rows from or to such a device, by one call unless the driver allows no rows so far from each other."""
@@ -75,7 +77,8 @@ class StreamQueue:
         plane.source, plane.source_pitch = source
         plane.target, plane.target_pitch = target
         plane.width, plane.count = width, count
-        _check(self._copy_rows(ctypes.byref(plane), self._handle))
+        if status := self._copy_rows(ctypes.byref(plane), self._handle):
+            _refuse(status)
 
 
 class _Plane(ctypes.Structure):
@@ -130,11 +133,10 @@ def let_others_capture() -> None:
     _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
-def _check(status: int) -> None:
-    if status:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(name))
-        raise RuntimeError(f"the CUDA driver refused a transfer: {(name.value or b'').decode()} ({status})")
+def _refuse(status: int) -> None:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(status, ctypes.byref(name))
+    raise RuntimeError(f"the CUDA driver refused a transfer: {(name.value or b'').decode()} ({status})")
 
 
 # Share of the device's memory for ring buffers: 2.2 GiB of an H200. A longer message goes in several chunks, and
@@ -145,6 +147,8 @@ _CAPTURED_SHARE = 4
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
+# Kept for tensors of different shapes and strides.
+_MOST_PLANS = 256
 # Of the CUDA driver API's CUstreamCaptureMode: calls of this thread do not end a capture of another one.
 _RELAXED = 2
 
@@ -218,6 +222,7 @@ class Copies:
         self._captures, self._since = False, 0.0
         self._slots().begin(self._inward)
         self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+        self._plans: dict[tuple[object, ...], Plan] = {}
         self._under_way: deque[_Transfer] = deque()
         self._trouble = ""
         self._closed = threading.Event()
@@ -230,19 +235,19 @@ class Copies:
         share = torch.cuda.get_device_properties(device).total_memory // _MEMORY_SHARE // (size - 1)
         return max(1, share >> 20) << 20
 
-    def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
-        """Send tensors to ranks and receive into tensors from ranks, which are rows at equal distances in memory."""
-        tensors: list[Tensor] = []
-
-        def numbered(several: Sequence[Tensor], most_rows: float = inf) -> Message:
-            tensors.extend(several)
-            return Message.of(several, len(tensors) - len(several), most_rows)
-
-        return self.exchange(
-            {peer: numbered(several, MOST_ROWS) for peer, several in sends.items()},
-            {peer: numbered(several) for peer, several in receives.items()},
-            tensors,
-        )
+    def plan(self, sends: TensorsOf, receives: TensorsOf) -> tuple[Plan, list[Tensor]]:
+        """Messages of tensors to ranks, and into tensors from ranks, which are rows at equal distances in memory; and
+        all tensors in the order in which messages number them. Made once for tensors of these shapes and strides.
+        """
+        tensors = [x for several in (*sends.values(), *receives.values()) for x in several]
+        numbers = [(peer, len(tensors_of)) for peers in (sends, receives) for peer, tensors_of in peers.items()]
+        key = (len(sends), *numbers, *[(x.shape, x.stride(), x.dtype) for x in tensors])
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan.of_tensors(sends, receives)
+        return plan, tensors
 
     def exchange(
         self, sends: Mapping[int, Message], receives: Mapping[int, Message], tensors: Sequence[Tensor]
@@ -289,7 +294,8 @@ class Copies:
         others = [rank for rank in range(self._size) if rank != self._rank]
         sent = torch.full((_TRIAL_NUMBERS,), self._rank, device=self._device, dtype=torch.int64)
         received = {rank: torch.full_like(sent, -1) for rank in others}
-        self.send_recv({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()}).wait()
+        plan, tensors = self.plan({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()})
+        self.exchange(plan.sends, plan.receives, tensors).wait()
         torch.cuda.synchronize(self._device)
         self.check()
         wrong = [rank for rank, numbers in received.items() if not bool((numbers == rank).all())]

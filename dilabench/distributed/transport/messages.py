@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
@@ -90,6 +90,42 @@ class Message(NamedTuple):
                 parts.append(Part(start, nbytes, number, offset, *(sizes if nbytes else (0, 0, 0))))
                 start = _aligned(start + nbytes, _PART_ALIGNMENT)
         return cls(tuple(parts), _aligned(start, ALIGNMENT))
+
+
+TensorsOf = Mapping[int, Sequence[Tensor]]
+"""By peer, tensors that go to it, or come from it."""
+
+Counts = Mapping[int, tuple[int, int]]
+"""By peer the number of tensors, and their bytes."""
+
+
+class Plan(NamedTuple):
+    """The messages of an exchange, by peer, and their counts: what depends on shapes alone."""
+
+    sends: Mapping[int, Message]
+    receives: Mapping[int, Message]
+    sent: Counts
+    received: Counts
+
+    @classmethod
+    def of_tensors(cls, sends: TensorsOf, receives: TensorsOf) -> Plan:
+        """Whole tensors, numbered in this order."""
+        number = 0
+
+        def messages(of_peers: TensorsOf, most_rows: float) -> dict[int, Message]:
+            nonlocal number
+            found = {}
+            for peer, tensors in of_peers.items():
+                found[peer] = Message.of(tensors, number, most_rows)
+                number += len(tensors)
+            return found
+
+        return cls(messages(sends, MOST_ROWS), messages(receives, inf), counts_of(sends), counts_of(receives))
+
+
+def counts_of(tensors: TensorsOf) -> Counts:
+    """How many tensors, and bytes, go to or come from each peer."""
+    return {peer: (len(several), sum(x.nbytes for x in several)) for peer, several in tensors.items()}
 
 
 def _rows(x: Tensor) -> tuple[int, int, int]:

@@ -68,7 +68,9 @@ class RingBuffers:
     """
 
     def __init__(self, rank: int, addresses: Sequence[int], region: int) -> None:
-        self._rank, self._addresses, self._region = rank, addresses, region
+        self._rank, self._addresses, self._region, self._size = rank, addresses, region, len(addresses)
+        # Bytes: half a region, so that one is written while another is read.
+        self.longest_chunk = region // 2
         peers = range(len(addresses))
         self._out = [
             _Channel(self._region_of(rank, peer), self._posted(peer, rank), self._taken(rank, peer)) for peer in peers
@@ -144,15 +146,6 @@ class RingBuffers:
     def counters_bytes(self) -> int:
         """Bytes of a rank's memory, from its start, that hold counters: one in each line of COUNTER_STEP bytes."""
         return 2 * self._size * COUNTER_STEP
-
-    @property
-    def longest_chunk(self) -> int:
-        """Bytes: half a region, so that one is written while another is read."""
-        return self._region // 2
-
-    @property
-    def _size(self) -> int:
-        return len(self._addresses)
 
     def _next(self, channel: _Channel, length: int) -> int:
         """Where the next chunk starts, in bytes since the first one."""

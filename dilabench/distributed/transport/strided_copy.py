@@ -6,10 +6,12 @@ memory rate.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
-_WORDS = (torch.complex128, torch.int64, torch.int32)
+_WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32}
 
 
 def copy_strided_(target: Tensor, source: Tensor) -> None:
@@ -18,16 +20,15 @@ def copy_strided_(target: Tensor, source: Tensor) -> None:
     Bit-exact: the words are only moved. Words wider than the elements are used where strides, the last dimension and
     the addresses of both are multiples of them.
     """
-    for word in _WORDS:
-        if _consists_of(word, target) and _consists_of(word, source):
-            target, source = target.view(word), source.view(word)
-            break
+    width = gcd(_unit(target), _unit(source))
+    if width > target.element_size() and (word := _WORDS.get(width)) is not None:
+        target, source = target.view(word), source.view(word)
     target.copy_(source)
 
 
-def _consists_of(word: torch.dtype, x: Tensor) -> bool:
-    """Return True if every row of x is whole words at aligned addresses."""
-    per_word = word.itemsize // x.element_size()
-    if per_word < 2 or not x.ndim or x.stride(-1) != 1 or x.shape[-1] % per_word or x.data_ptr() % word.itemsize:
-        return False
-    return all(stride % per_word == 0 for stride in (*x.stride()[:-1], x.storage_offset()))
+def _unit(x: Tensor) -> int:
+    """The bytes, at most 16, of which all rows of x are multiples, at addresses that are multiples of them."""
+    if not x.ndim or x.stride(-1) != 1:
+        return 1
+    elements = gcd(x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return gcd(elements * x.element_size(), x.data_ptr(), 16)

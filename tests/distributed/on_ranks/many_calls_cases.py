@@ -4,11 +4,13 @@ import gc
 import os
 import random
 import threading
+import time
 
 import torch
 from torch.distributed import distributed_c10d
 
-from dilabench.attention import ring_attention, sequence_shards
+from dilabench.attention import over_ranks, ring_attention, sequence_shards
+from dilabench.distributed import calls as calls_module
 
 
 def held():
@@ -54,3 +56,17 @@ def many(_world, calls, warm):
     for _ in range(calls - warm):
         one_call(draw)
     return before, held()
+
+
+def in_one_cut(world, calls, most):
+    """The numbers of functions and of entries in the store after each call of another shape, of which few are kept."""
+    over_ranks.MOST_FUNCTIONS, calls_module.PERIOD_S = most, 0.01
+    shards = sequence_shards(24)
+    numbers = []
+    for batch in [*range(1, calls + 1), 1]:
+        q = torch.randn(batch, shards.rows, 2, 4, requires_grad=True)
+        out = ring_attention(q, q, q, shards, backend="math")
+        out.sum().backward()
+        time.sleep(0.02)
+        numbers.append((len(shards._functions), world.calls._group_store.num_keys()))
+    return numbers

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dilabench.distributed.calls import disagreement
+from dilabench.distributed.calls import Request, disagreement
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
@@ -89,13 +89,15 @@ class ShardedAttention:
             (*lead, shards.rows[world.rank], heads, workload.head_dim)
             for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
         ]
-        # What all ranks must ask for alike, and in which pass.
-        given = {"rows": shards.rows, "algorithm": type(algorithm).__name__}
-        self._request = {**workload.model_dump(mode="json"), **given}
-        passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
-        self._requests = {name: {**self._request, "pass": name} for name in passes}
+        # By pass; made at the first call unless they are given.
+        self._requests: dict[str, Request] = {}
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+
+    def ask_for(self, request: Request) -> None:
+        """Let each pass ask for this on all ranks, and for itself."""
+        passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
+        self._requests = {name: request.with_fields({"pass": name}) for name in passes}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
@@ -116,6 +118,8 @@ class ShardedAttention:
 
         sink: [H], the logits of a key of value 0, the same on all ranks.
         """
+        if not self._requests:
+            self.ask_for(request_for(self.workload, self.shards))
         with self.world.numbered(self._requests["forward" if sink is None else "forward with a sink"]):
             self._check(q, k, v)
             if q.ndim == 4:
@@ -160,19 +164,28 @@ class ShardedAttention:
             return
         w, given = self.workload, [tuple(x.shape) for x in (q, k, v)]
         if not self._compared:
-            token = self.world.calls and self.world.calls.token
-            facts = self.world.share((self._request, None if right else str(given), token))
+            calls = self.world.calls
+            asked = self._requests["forward"].text
+            facts = self.world.share((asked, None if right else str(given), None if calls is None else calls.fact))
             self._compared = True
-            if self.world.calls is not None:
-                self.world.calls.met(facts[0][2])
+            differ = calls is not None and calls.met([fact for _, _, fact in facts])
             wrong = {rank: shapes for rank, (_, shapes, _) in enumerate(facts) if shapes}
             if wrong and right:
                 shapes_of_ranks = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
                 raise ValueError(f"{shapes_of_ranks}: no shards of {w.label()}")
             if text := disagreement({rank: request for rank, (request, _, _) in enumerate(facts)}):
                 raise RanksDisagreeError(text)
+            if calls is not None and differ:
+                raise RanksDisagreeError(calls.differ(self.world))
         if not right:
             raise ValueError(
                 f"rank {self.world.rank} got q, k, v of {given}, but its shards of {w.label()} on {self.world.size} "
                 f"ranks are {self._shapes}; cut whole tensors with `shards.take(x, rank)`"
             )
+
+
+def request_for(workload: Workload, shards: Shards) -> Request:
+    """What all ranks must ask for alike in every pass by any algorithm."""
+    # With the number of rows, these are the spans.
+    starts = [[span.start for span in part] for part in shards.parts]
+    return Request.of({**workload.model_dump(mode="json"), "rows": shards.rows, "starts": starts})
