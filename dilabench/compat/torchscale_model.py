@@ -16,7 +16,8 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.peers.private_import import imported_together
 from dilabench.impls.peers.torchscale import COMPONENT, INSTALL, kernel_of
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.workload.spec import ITSELF, Workload
+from dilabench.workload.model import ITSELF
+from dilabench.workload.spec import Workload
 
 SEED = 0
 # Modules that torchscale imports for what these models do not use: sharding of parameters, and drop path.

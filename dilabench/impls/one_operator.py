@@ -36,7 +36,6 @@ from dilabench.impls.operator_rules import (
     LIBRARY,
     as_batch_of,
     as_bytes,
-    contiguous_like,
     differentiable_operator,
     empty_results,
     first_derivatives,
@@ -47,6 +46,8 @@ from dilabench.impls.operator_rules import (
     operator,
     outside_compilers,
     reverse_only,
+    shapes_of_gradients,
+    transforms,
     warn_of_packings,
 )
 from dilabench.kernels.lse import add_null_mass_
@@ -268,21 +269,12 @@ def as_one_operator(
             q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
             sink = None if sink is None else sink.view_as(sink)
             asks = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-            function = _Differentiable if asks and _transforms() == 1 else None
+            function = _Differentiable if asks and transforms() == 1 else None
     if function is not None:
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, key_bounds, number, *options)
     return out, lse
-
-
-def _transforms() -> int:
-    """The number of torch.func transforms around a call."""
-    return len(torch._C._functorch.get_interpreter_stack() or ())
-
-
-# A compiler enters transforms as it traces them.
-_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _shapes_of_results(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,21 +299,14 @@ def _forward_op(
     """out, lse, and the bytes of what ranks want kept for the backward pass."""
     computation = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     call = read_call(asked) if asked else None
-    prepares = call is not None and call.wants_gradient
-    forward = getattr(computation, "forward_before_backward", None) if prepares else None
+    forward = getattr(computation, "forward_before_backward", None) if call and call.wants_gradient else None
     out, lse, *more = with_sink(computation, forward or computation.forward, query, key, value, sink)
     passed_on = call is not None and call.algorithm and more and more[0]
     kept = as_bytes(computation, *more) if passed_on else query.new_empty(0, dtype=torch.uint8)
     return out.contiguous(), lse.contiguous(), kept
 
 
-def _shapes_of_gradients(
-    _dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_others: Any
-) -> tuple[Tensor, ...]:
-    return contiguous_like(q), contiguous_like(k), contiguous_like(v)
-
-
-@operator("attention_backward", _shapes_of_gradients)
+@operator("attention_backward", shapes_of_gradients)
 def _backward_op(
     dout: Tensor,
     dlse: Tensor | None,

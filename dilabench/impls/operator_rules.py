@@ -367,3 +367,19 @@ def warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
                 "torch._dynamo.config.recompile_limit",
                 limit,
             )
+
+
+def transforms() -> int:
+    """The number of torch.func transforms around a call."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
+
+
+# A compiler enters transforms as it traces them.
+transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def shapes_of_gradients(
+    _dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_others: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv as traces know them, for `attention_backward`."""
+    return contiguous_like(q), contiguous_like(k), contiguous_like(v)

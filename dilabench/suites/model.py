@@ -15,7 +15,8 @@ from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner, as_dense
 from dilabench.units import format_count, format_latency, format_ratio, percent_text, significant
-from dilabench.workload.spec import GENERATE, ITSELF, UNBOUNDED, Workload, WorkloadRequest
+from dilabench.workload.model import GENERATE, ITSELF
+from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
 
 NS_PER_MS = 1e6
 # What runs without --config: its preset and lengths.

@@ -18,6 +18,11 @@ CONFIG_FIELDS = {
 CONFIG_FILE = "config.json"
 SLIDING_WINDOW, SOFTCAP = "sliding_window", "attn_logit_softcapping"
 
+# The mode of a request for two workloads: a prefill and the tokens after it.
+GENERATE = "generate"
+# The window in which each token sees itself alone.
+ITSELF = (0, 0)
+
 
 class ModelShape(Extended):
     """A model whose step is computed, with the heads of its workload.
@@ -64,6 +69,19 @@ class ModelShape(Extended):
         """The fields of its configuration in transformers, without the fields of the heads."""
         sizes = {theirs: getattr(self, ours) for ours, theirs in CONFIG_FIELDS.items()}
         return {name: size for name, size in sizes.items() if size is not None} | dict(self.options)
+
+    def check_lengths(self, batch_size: int, seq_len: int, queries: int, *, packed: bool) -> None:
+        """Raise ValueError if the lengths do not fit a batch, of which `queries` last rows are queries, 0 for all."""
+        if self.lengths is None:
+            return
+        least = queries + 1
+        if packed or len(self.lengths) != batch_size or min(self.lengths) < least:
+            raise ValueError(
+                f"lengths {list(self.lengths)} of a padded batch must be one for each of its {batch_size} sequences, "
+                f"at least {least}; packed ones are cu_seqlens"
+            )
+        if max(self.lengths) > seq_len:
+            raise ValueError(f"lengths {list(self.lengths)} are of at most seq_len={seq_len} tokens; give a longer one")
 
     def small(self, layers: int, window: int) -> "ModelShape":
         """The model with at most this many layers, and this window in the layers that have one."""

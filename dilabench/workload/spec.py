@@ -34,20 +34,16 @@ from dilabench.patterns.registry import (
 from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Extended, Size, content_hash, describe, unknown_key, validated
 from dilabench.workload.batch_notation import BATCH, with_batch_fields
-from dilabench.workload.model import ModelShape, with_heads
+from dilabench.workload.model import GENERATE, ModelShape, with_heads
 from dilabench.workload.work import flops_per_pair
 
 Mode = Literal["forward", "backward", "both"]
-# Of a request: a prefill and the tokens after it, two workloads of a model.
-GENERATE = "generate"
 DType = Literal["float64", "float32", "float16", "bfloat16"]
 Layout = Literal["padded", "packed"]
 Window = tuple[int, int]
 
 MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
-# What each token of a window of itself sees.
-ITSELF: Window = (0, 0)
 # Backend or algorithm `auto`: the fastest that supports the call.
 AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -150,8 +146,8 @@ class Workload(Extended):
             raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
         if self.query_len is not None:
             self._check_queries(self.query_len)
-        if self.model is not None and self.model.lengths is not None:
-            self._check_padding(self.model.lengths)
+        if self.model is not None:
+            self.model.check_lengths(self.batch_size, self.seq_len, self.query_len or 0, packed=self.layout == "packed")
         for shape in dict.fromkeys(self.shapes):
             if reason := self.pattern.why_not_over(shape):
                 raise ValueError(reason)
@@ -167,16 +163,6 @@ class Workload(Extended):
                 f"query_len {rows} with layout 'packed': packed sequences have a query at every position; "
                 "leave query_len out, or use layout=padded with batch_size"
             )
-
-    def _check_padding(self, lengths: tuple[int, ...]) -> None:
-        least = 1 if self.query_len is None else self.query_len + 1
-        if self.layout == "packed" or len(lengths) != self.batch_size or not least <= min(lengths):
-            raise ValueError(
-                f"lengths {list(lengths)} of a padded batch must be one for each of its {self.batch_size} sequences, "
-                f"at least {least}; packed ones are cu_seqlens"
-            )
-        if max(lengths) > self.seq_len:
-            raise ValueError(f"lengths {list(lengths)} are of at most seq_len={self.seq_len} tokens; give a longer one")
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens
@@ -211,8 +197,7 @@ class Workload(Extended):
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """(start, end) of the sequences along the N axis: one when padded, several when packed."""
-        bounds = self.cu_seqlens or (0, self.seq_len)
-        return tuple(itertools.pairwise(bounds))
+        return tuple(itertools.pairwise(self.cu_seqlens or (0, self.seq_len)))
 
     @property
     def shapes(self) -> tuple[SequenceShape, ...]:
@@ -277,12 +262,7 @@ class Workload(Extended):
 
     def family_id(self) -> str:
         """Hash of everything that changes values, except shape: rows are ranked only inside one family and workload."""
-        content = {
-            "pattern": self.pattern.model_dump(),
-            "causal": self.causal,
-            "window": self.window,
-            "scale": self.scale,
-        }
+        content = {"pattern": self.pattern.model_dump(), **self.model_dump(include={"causal", "window", "scale"})}
         return content_hash(content if self.softcap is None else {**content, "softcap": self.softcap})
 
     def length_label(self) -> str:
@@ -458,9 +438,7 @@ class WorkloadRequest(Extended):
         Raises ConfigError when the shape is impossible.
         """
         if self.mode == GENERATE:
-            raise ConfigError(
-                "mode 'generate' is two workloads of a model, which suite `model` plans; use mode forward"
-            )
+            raise ConfigError("mode 'generate' is two workloads of a model, which suite `model` plans; use forward")
         fields = {**self.__dict__, "num_kv_heads": self.num_kv_heads or self.num_heads}
         fields["pattern"] = pattern_type(self.pattern).of_request(self.model_extra or {})
         if self.layout == "packed" and self.cu_seqlens is None:

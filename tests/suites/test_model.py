@@ -9,7 +9,7 @@ from dilabench.engine.case_spec import second_implementations
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
-from dilabench.plugins.builtin.workloads import MODELS
+from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.report.columns import ABSENT, COLUMNS

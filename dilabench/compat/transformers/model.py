@@ -21,8 +21,8 @@ from dilabench.compat.without_attention import Values
 from dilabench.contracts import BuildContext
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dense import DENSE
-from dilabench.workload.model import SOFTCAP, heads_of
-from dilabench.workload.spec import ITSELF, Workload
+from dilabench.workload.model import ITSELF, SOFTCAP, heads_of
+from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, hides_nothing
 
 SEED = 0

@@ -15,6 +15,7 @@ from dilabench.plugins import (
     WorkloadPreset,
     hookimpl,
 )
+from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.builtin.models import MODEL_STEPS
 from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.suites import SUITES
@@ -61,7 +62,7 @@ def dilabench_register_backends() -> list[Backend]:
 @hookimpl
 def dilabench_register_workloads() -> list[WorkloadPreset]:
     """The named workloads and sets of the catalogue."""
-    return list(PRESETS)
+    return [*PRESETS, *MODELS]
 
 
 @hookimpl

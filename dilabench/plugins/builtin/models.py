@@ -6,7 +6,8 @@ from typing import Any
 from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, CUDA, DENSE, HALF
 from dilabench.plugins.builtin.peers import FLASH_ATTN_2, STAND_IN, TORCHSCALE
 from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
-from dilabench.workload.spec import ITSELF, UNBOUNDED, Workload
+from dilabench.workload.model import ITSELF
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 BUILDERS = "dilabench.compat.transformers.model"
 TRANSFORMERS = "transformers>=5.24"

@@ -5,11 +5,10 @@ dilated. So are the real models: torchscale's function in float16, not causal. S
 of the papers that they name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import log
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
 from dilabench.plugins.descriptors import WorkloadPreset
@@ -17,7 +16,7 @@ from dilabench.plugins.descriptors import WorkloadPreset
 LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 
 
-def _preset(name: str, summary: str, shape: tuple[int, int, int, int, int], **fields: Any) -> WorkloadPreset:
+def preset(name: str, summary: str, shape: tuple[int, int, int, int, int], **fields: Any) -> WorkloadPreset:
     """A preset from (B, H, K, D, N). K is omitted if it equals H, so that it follows an override of H."""
     batch, heads, kv_heads, head_dim, length = shape
     base = {
@@ -40,7 +39,7 @@ def _dilated(
     segments: tuple[int, ...],
     rates: tuple[int, ...],
 ) -> WorkloadPreset:
-    return _preset(name, summary, shape, pattern="dilated", segment_lengths=segments, dilation_rates=rates)
+    return preset(name, summary, shape, pattern="dilated", segment_lengths=segments, dilation_rates=rates)
 
 
 def _named(name: str, summary: str, original: WorkloadPreset) -> WorkloadPreset:
@@ -48,38 +47,38 @@ def _named(name: str, summary: str, original: WorkloadPreset) -> WorkloadPreset:
     return replace(original, name=name, summary=summary)
 
 
-TINY = _preset("tiny", "1K tokens, for a first look", (2, 8, 8, 64, 1024))
-SMALL = _preset("small", "4K tokens, 12 heads", (4, 12, 12, 128, 4096))
-MEDIUM = _preset("medium", "8K tokens, 24 heads", (4, 24, 24, 128, 8192))
+TINY = preset("tiny", "1K tokens, for a first look", (2, 8, 8, 64, 1024))
+SMALL = preset("small", "4K tokens, 12 heads", (4, 12, 12, 128, 4096))
+MEDIUM = preset("medium", "8K tokens, 24 heads", (4, 24, 24, 128, 8192))
 MLA = (1, 128, 128, 192, 8192)
-LARGE = _preset("large", "16K tokens, 32 heads", (4, 32, 32, 128, 16384))
+LARGE = preset("large", "16K tokens, 32 heads", (4, 32, 32, 128, 16384))
 
 RING: tuple[WorkloadPreset, ...] = (
     TINY,
     SMALL,
-    _preset("small_fp16", "small in fp16, not causal", (4, 12, 12, 128, 4096), dtype="float16", causal=False),
-    _preset("small_window", "small with a window of 512", (4, 12, 12, 128, 4096), window=(512, 0)),
+    preset("small_fp16", "small in fp16, not causal", (4, 12, 12, 128, 4096), dtype="float16", causal=False),
+    preset("small_window", "small with a window of 512", (4, 12, 12, 128, 4096), window=(512, 0)),
     MEDIUM,
-    _preset("medium_large_head", "head dim 256, not causal", (4, 12, 12, 256, 8192), causal=False),
-    _preset("medium_many_heads", "medium with 32 heads", (4, 32, 32, 128, 8192)),
-    _preset("medium_fp16", "medium in fp16", (4, 24, 24, 128, 8192), dtype="float16"),
-    _preset("medium_window", "medium with a window of 512", (4, 24, 24, 128, 8192), window=(512, 0)),
+    preset("medium_large_head", "head dim 256, not causal", (4, 12, 12, 256, 8192), causal=False),
+    preset("medium_many_heads", "medium with 32 heads", (4, 32, 32, 128, 8192)),
+    preset("medium_fp16", "medium in fp16", (4, 24, 24, 128, 8192), dtype="float16"),
+    preset("medium_window", "medium with a window of 512", (4, 24, 24, 128, 8192), window=(512, 0)),
     LARGE,
-    _preset("large_seq", "32K tokens, 24 heads", (4, 24, 24, 128, 32768)),
-    _preset("large_head", "16K tokens, head dim 256, not causal", (4, 24, 24, 256, 16384), causal=False),
-    _preset("large_window", "large with a window of 512", (4, 32, 32, 128, 16384), window=(512, 0)),
-    _preset("xlarge", "32K tokens, 32 heads, batch 8", (8, 32, 32, 128, 32768)),
-    _preset("qwen3_235b_a22b", "GQA as in Qwen3 235B-A22B", (2, 64, 4, 64, 16384)),
-    _preset("qwen3_30b_a3b", "GQA as in Qwen3 30B-A3B", (4, 32, 4, 64, 16384)),
-    _preset("qwen3_4b", "GQA as in Qwen3 4B, head dim 80", (4, 32, 4, 80, 16384)),
-    _preset("qwen3_32b", "GQA as in Qwen3 32B", (2, 64, 8, 128, 16384)),
-    _preset("qwen3_14b", "GQA as in Qwen3 14B", (4, 40, 8, 128, 16384)),
+    preset("large_seq", "32K tokens, 24 heads", (4, 24, 24, 128, 32768)),
+    preset("large_head", "16K tokens, head dim 256, not causal", (4, 24, 24, 256, 16384), causal=False),
+    preset("large_window", "large with a window of 512", (4, 32, 32, 128, 16384), window=(512, 0)),
+    preset("xlarge", "32K tokens, 32 heads, batch 8", (8, 32, 32, 128, 32768)),
+    preset("qwen3_235b_a22b", "GQA as in Qwen3 235B-A22B", (2, 64, 4, 64, 16384)),
+    preset("qwen3_30b_a3b", "GQA as in Qwen3 30B-A3B", (4, 32, 4, 64, 16384)),
+    preset("qwen3_4b", "GQA as in Qwen3 4B, head dim 80", (4, 32, 4, 80, 16384)),
+    preset("qwen3_32b", "GQA as in Qwen3 32B", (2, 64, 8, 128, 16384)),
+    preset("qwen3_14b", "GQA as in Qwen3 14B", (4, 40, 8, 128, 16384)),
     _named("zigzag_tiny", "tiny, for the zigzag ring", TINY),
     _named("zigzag_small", "small, for the zigzag ring", SMALL),
     _named("zigzag_medium", "medium, for the zigzag ring", MEDIUM),
     _named("zigzag_large", "large, for the zigzag ring", LARGE),
-    _preset("zigzag_fp16", "small in fp16, for the zigzag ring", (4, 12, 12, 128, 4096), dtype="float16"),
-    _preset("zigzag_gqa", "8K tokens, 32 heads over 8, for the zigzag ring", (4, 32, 8, 128, 8192)),
+    preset("zigzag_fp16", "small in fp16, for the zigzag ring", (4, 12, 12, 128, 4096), dtype="float16"),
+    preset("zigzag_gqa", "8K tokens, 32 heads over 8, for the zigzag ring", (4, 32, 8, 128, 8192)),
 )
 
 DILATED: tuple[WorkloadPreset, ...] = (
@@ -140,11 +139,11 @@ def document_length(random: Random) -> float:
 
 PACKED: tuple[WorkloadPreset, ...] = (
     _packed(
-        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)),
+        preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)),
         document_length,
     ),
     _packed(
-        _preset("packed_documents_128k", "documents of random lengths in 128K tokens", (1, 64, 8, 128, 131072)),
+        preset("packed_documents_128k", "documents of random lengths in 128K tokens", (1, 64, 8, 128, 131072)),
         document_length,
     ),
     _packed(
@@ -164,7 +163,7 @@ PACKED: tuple[WorkloadPreset, ...] = (
 )
 
 SPARSE: tuple[WorkloadPreset, ...] = (
-    _preset(
+    preset(
         "vsa_h3",
         "VSA in a video model, 64 of 1713 blocks",
         (1, 7, 7, 128, 109632),
@@ -175,7 +174,7 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         top_k=64,
     ),
     # The sizes of MoBA, figure 2: three of 64 blocks at every length. MoBA selects per query token.
-    _preset(
+    preset(
         "blockwise_moba_64k",
         "3 of 64 blocks per block of queries at 64K tokens, sizes of MoBA, GQA as in Llama 3 8B",
         (1, 32, 8, 128, 65536),
@@ -185,7 +184,7 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         top_k=3,
     ),
     # NSA selects per query token.
-    _preset(
+    preset(
         "blockwise_nsa_64k",
         "means, blocks selected per block of queries and a window at 64K tokens, sizes of NSA",
         (1, 64, 4, 128, 65536),
@@ -194,7 +193,7 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         top_k=16,
         window_size=512,
     ),
-    _preset(
+    preset(
         "window_sink_128k",
         "StreamingLLM's window with sinks at 128K tokens",
         (1, 32, 8, 128, 131072),
@@ -202,7 +201,7 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         sinks=64,
         window_size=4096,
     ),
-    _preset(
+    preset(
         "column_bounds_128k",
         "documents of 1 to 8K in 128K tokens, as bounds of columns (FlashMask)",
         (1, 16, 16, 128, 131072),
@@ -218,7 +217,7 @@ NSA = {"block_size": 64, "top_k": 16}
 PER_TOKEN: tuple[WorkloadPreset, ...] = (
     # Yuan et al. 2025, arXiv:2502.11089, §4.1: 64 heads over 4, d_k 192, d_v 128; l 32, d 16, l' 64, n 16 with
     # the first block and two local ones, w 512.
-    _preset(
+    preset(
         "nsa_64k",
         "NSA at 64K tokens: means, 16 blocks of 64 per token and a window, gated; D 128 where NSA has 192 and 128",
         (1, 64, 4, 128, 65536),
@@ -228,7 +227,7 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
         compression_stride=16,
         **NSA,
     ),
-    _preset(
+    preset(
         "nsa_64k_selected",
         "the selected branch of nsa_64k alone, its blocks drawn at random: neighbours share few",
         (1, 64, 4, 128, 65536),
@@ -238,7 +237,7 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
     ),
     # Lu et al. 2025, arXiv:2502.13189, figure 2b: 64 blocks at every length, top 3, a sparsity of 95.31 %; heads of
     # Llama 3.1 8B, its model.
-    _preset(
+    preset(
         "moba_64k",
         "MoBA at 64K tokens: 3 of 64 blocks per token, GQA as in Llama 3.1 8B, whose heads of a group select together",
         (1, 32, 8, 128, 65536),
@@ -249,7 +248,7 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
     ),
     # MiniMax 2026, arXiv:2606.13392; transformers' MiniMaxM3VLTextConfig: 64 heads over 4, head_dim 128,
     # index_n_heads 4 (one for each of those), index_block_size 128, index_topk_blocks 16, index_local_blocks 1.
-    _preset(
+    preset(
         "msa_128k",
         "MSA at 128K tokens: 16 blocks of 128 per token and group, heads of MiniMax-M3",
         (1, 64, 4, 128, 131072),
@@ -261,7 +260,7 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
     ),
     # DeepSeek-V3.2's config.json: 128 heads over one latent, index_topk 2048, 64 index heads, of which 4 here.
     replace(
-        _preset(
+        preset(
             "dsa_64k_d128",
             "DSA at 64K tokens: the top 2048 tokens of each, 128 heads over one; D 128 where DSA has 576 and 512",
             (1, 128, 1, 128, 65536),
@@ -273,7 +272,7 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
         ),
         aliases=("dsa_64k",),
     ),
-    _preset(
+    preset(
         "selected_small",
         "blocks selected per token as in NSA at 1K tokens, for a first look on a CPU",
         (1, 8, 2, 64, 1024),
@@ -287,8 +286,8 @@ PER_TOKEN: tuple[WorkloadPreset, ...] = (
 
 DENSE_MODELS: tuple[WorkloadPreset, ...] = (
     # google/gemma-2-2b: attn_logit_softcapping 50, and in every second layer sliding_window 4096, the token included.
-    _preset("gemma2_2b", "the full layers of Gemma 2 2B, scores capped", (4, 8, 4, 256, 8192), softcap=50.0),
-    _preset(
+    preset("gemma2_2b", "the full layers of Gemma 2 2B, scores capped", (4, 8, 4, 256, 8192), softcap=50.0),
+    preset(
         "gemma2_2b_window",
         "the layers of Gemma 2 2B with a window of 4096, scores capped",
         (4, 8, 4, 256, 8192),
@@ -296,15 +295,15 @@ DENSE_MODELS: tuple[WorkloadPreset, ...] = (
         window=(4095, 0),
     ),
     # deepseek-ai/DeepSeek-V3: qk_nope_head_dim 128, qk_rope_head_dim 64, v_head_dim 128.
-    _preset("mla_prefill_128h", "MLA of DeepSeek-V3, keys of 192 and values of 128", MLA, value_dim=128),
+    preset("mla_prefill_128h", "MLA of DeepSeek-V3, keys of 192 and values of 128", MLA, value_dim=128),
 )
 
 
 DECODE: tuple[WorkloadPreset, ...] = (
-    _preset(
+    preset(
         "llama3_8b_decode", "one token over a cache of 32K, heads of Llama 3 8B", (1, 32, 8, 128, 32768), query_len=1
     ),
-    _preset(
+    preset(
         "llama3_70b_tp8_decode",
         "one token over a cache of 32K, the heads of Llama 3 70B on one of 8 ranks",
         (1, 8, 1, 128, 32768),
@@ -312,14 +311,14 @@ DECODE: tuple[WorkloadPreset, ...] = (
     ),
     # openai/gpt-oss: sliding_window 128 counts the token itself. Its learned sinks are one number for each head, which
     # no workload has.
-    _preset(
+    preset(
         "gpt_oss_decode",
         "one token, layers with a window of 128 in gpt-oss, without its learned sinks",
         (1, 64, 8, 64, 32768),
         query_len=1,
         window=(127, 0),
     ),
-    _preset(
+    preset(
         "longnet_decode",
         "one token over a cache of 128K, the branches of longnet_128k, D 64",
         (1, 16, 16, 64, 131072),
@@ -328,13 +327,13 @@ DECODE: tuple[WorkloadPreset, ...] = (
         segment_lengths=LONGNET_SEGMENTS,
         dilation_rates=(1, 2, 4, 8, 16),
     ),
-    _preset(
+    preset(
         "speculative_4",
         "four drafted tokens over a cache of 32K, heads of Llama 3 8B",
         (1, 32, 8, 128, 32768),
         query_len=4,
     ),
-    _preset(
+    preset(
         "chunked_prefill_2k",
         "the last 2K tokens of a prompt of 128K, heads of Llama 3 8B",
         (1, 32, 8, 128, 131072),
@@ -342,7 +341,7 @@ DECODE: tuple[WorkloadPreset, ...] = (
     ),
     # The absorbed form: all heads read one latent of kv_lora_rank 512, with 64 rotated channels as keys. The scale
     # stays that of keys of 192.
-    _preset(
+    preset(
         "mla_decode",
         "one token over a cache of 32K latents, the absorbed MLA of DeepSeek-V3: keys of 576, values of 512",
         (1, 128, 1, 576, 32768),
@@ -361,177 +360,6 @@ SETS: tuple[WorkloadPreset, ...] = (
 )
 
 
-def _whole_model(
-    name: str,
-    summary: str,
-    source: str,
-    shape: tuple[int, int, int, int, int],
-    *,
-    dtype: str = "bfloat16",
-    fields: Mapping[str, Any] = MappingProxyType({}),
-    **sizes: Any,
-) -> WorkloadPreset:
-    """A step of a whole model, around attention of this shape (B, H, K, D, N) with these further fields."""
-    model = {"source": source, "name": name, **sizes}
-    return _preset(name, summary, shape, **{"dtype": dtype, "mode": "both", "model": model, **fields})
-
-
-TIED = {"tie_word_embeddings": True}
-# Rotary positions are scaled by the length for which it was made.
-LONGNET: dict[str, Any] = {
-    "pattern": "dilated",
-    "offset": "blocked",
-    "merge_grad": "detached",
-    "padding": "zero_key",
-    "causal": True,
-}
-GPT_OSS = {"sliding_window": 128, "max_position_embeddings": 131072}
-# Whole models (suite `model`), of random weights.
-MODELS: tuple[WorkloadPreset, ...] = (
-    _whole_model(
-        "llama_tiny",
-        "a Llama of two layers, for a CPU",
-        "llama",
-        (1, 4, 2, 16, 512),
-        dtype="auto",
-        layers=2,
-        width=64,
-        inner=128,
-        vocabulary=512,
-    ),
-    _whole_model(
-        "llama_400m",
-        "a Llama of 400 M parameters",
-        "llama",
-        (1, 16, 4, 64, 8192),
-        layers=24,
-        width=1024,
-        inner=4096,
-        vocabulary=32000,
-    ),
-    _whole_model(
-        "llama_1b",
-        "Llama 3.2 1B",
-        "llama",
-        (1, 32, 8, 64, 8192),
-        layers=16,
-        width=2048,
-        inner=8192,
-        vocabulary=128256,
-        options=TIED,
-    ),
-    _whole_model(
-        "qwen3_600m",
-        "Qwen3 0.6B",
-        "qwen3",
-        (1, 16, 8, 128, 8192),
-        layers=28,
-        width=1024,
-        inner=3072,
-        vocabulary=151936,
-        options=TIED,
-    ),
-    # openai/gpt-oss-20b. Each token goes through four experts, as there, but there are no others: which of 32 are taken
-    # would change with the rounding of attention.
-    _whole_model(
-        "gpt_oss_layer",
-        "two layers of gpt-oss 20B, with sinks, one with a window of 128",
-        "gpt_oss",
-        (1, 64, 8, 64, 8192),
-        layers=2,
-        width=2880,
-        inner=2880,
-        vocabulary=201088,
-        options={**GPT_OSS, "num_local_experts": 4, "num_experts_per_tok": 4},
-        sdpa=False,
-    ),
-    _whole_model(
-        "gpt_oss_tiny",
-        "two small layers of gpt-oss, for a CPU",
-        "gpt_oss",
-        (1, 4, 2, 16, 512),
-        dtype="auto",
-        layers=2,
-        width=64,
-        inner=64,
-        vocabulary=512,
-        options={**GPT_OSS, "num_local_experts": 2, "num_experts_per_tok": 2},
-        sdpa=False,
-    ),
-    # google/gemma-2-2b.
-    _whole_model(
-        "gemma2_layer",
-        "two layers of Gemma 2 2B, scores capped, one with a window of 4096",
-        "gemma2",
-        (1, 8, 4, 256, 8192),
-        fields={"softcap": 50.0},
-        layers=2,
-        width=2304,
-        inner=9216,
-        vocabulary=256000,
-        options={"sliding_window": 4096},
-        sdpa=False,
-    ),
-    _whole_model(
-        "gemma2_tiny",
-        "two small layers of Gemma 2, for a CPU",
-        "gemma2",
-        (1, 4, 2, 16, 512),
-        dtype="auto",
-        fields={"softcap": 50.0},
-        layers=2,
-        width=64,
-        inner=128,
-        vocabulary=512,
-        options={"sliding_window": 128, "query_pre_attn_scalar": 16},
-        sdpa=False,
-    ),
-    # gigapath_slide_enc12l768d. Its head is one of two classes for each tile.
-    _whole_model(
-        "gigapath_encoder",
-        "Prov-GigaPath's slide encoder, 12 layers of torchscale",
-        "longnet",
-        (1, 16, 16, 48, 10001),
-        dtype="float16",
-        fields={
-            **LONGNET,
-            "causal": False,
-            "segment_lengths": GIGAPATH_SEGMENTS,
-            "dilation_rates": (1, 2, 4, 8, 16),
-        },
-        project="torchscale",
-        layers=12,
-        width=768,
-        inner=3072,
-        vocabulary=2,
-    ),
-    _whole_model(
-        "longnet_decoder",
-        "LongNet's language model, 12 layers of torchscale",
-        "longnet",
-        (1, 12, 12, 64, 32768),
-        fields={**LONGNET, "segment_lengths": LONGNET_SEGMENTS, "dilation_rates": (1, 2, 4, 8, 16)},
-        project="torchscale",
-        layers=12,
-        width=768,
-        inner=3072,
-        vocabulary=64000,
-    ),
-    _whole_model(
-        "longnet_tiny",
-        "two small layers of torchscale's LongNet, for a CPU",
-        "longnet",
-        (1, 4, 4, 16, 512),
-        dtype="auto",
-        fields={**LONGNET, "segment_lengths": (64, 256), "dilation_rates": (1, 2)},
-        project="torchscale",
-        layers=2,
-        width=64,
-        inner=128,
-        vocabulary=128,
-    ),
-)
-
 PRESETS: tuple[WorkloadPreset, ...] = (
     *RING,
     *DILATED,
@@ -541,6 +369,5 @@ PRESETS: tuple[WorkloadPreset, ...] = (
     *PER_TOKEN,
     *DENSE_MODELS,
     *DECODE,
-    *MODELS,
     *SETS,
 )

@@ -7,8 +7,8 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec, SecondSpec
 from dilabench.engine.verify.case_verifier import CaseVerifier
+from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.builtin.models import MODEL_STEPS
-from dilabench.plugins.builtin.workloads import MODELS
 from dilabench.record import Case
 from dilabench.workload.spec import ITSELF, WorkloadRequest
 from tests.conftest import slow
