@@ -47,7 +47,7 @@ from dilabench.impls.operator_rules import (
     outside_compilers,
     reverse_only,
     shapes_of_gradients,
-    transforms,
+    traced_in_transform,
     warn_of_packings,
 )
 from dilabench.kernels.lse import add_null_mass_
@@ -264,12 +264,8 @@ def as_one_operator(
     if torch._C._are_functorch_transforms_active():
         function = _ReverseOnly
         if torch.compiler.is_compiling():
-            # Dynamo knows of new tensors alone that torch.func.grad wants their gradients. It drops those that autograd
-            # wants of a part of a batch, and maps no autograd function: the operator breaks the graph, or is mapped.
-            q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
-            sink = None if sink is None else sink.view_as(sink)
-            asks = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-            function = _Differentiable if asks and transforms() == 1 else None
+            (q, k, v, sink), is_traced = traced_in_transform(q, k, v, sink)
+            function = _Differentiable if is_traced else None
     if function is not None:
         out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:

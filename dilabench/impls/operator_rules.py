@@ -174,6 +174,29 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(_FIRST_ONLY)
 
 
+def _transforms() -> int:
+    return len(torch._C._functorch.get_interpreter_stack() or ())
+
+
+# A compiler enters transforms as it traces them.
+_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def traced_in_transform(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], bool]:
+    """Views of these while a compiler traces a transform of torch.func, and whether an autograd function in the graph
+    gets their gradients.
+
+    Dynamo knows only of new tensors that `torch.func.grad` wants their gradients. Else it takes an autograd function
+    for its forward pass, as for parts of a batch, and it maps none: an operator is mapped there, or breaks the graph.
+    """
+    q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
+    sink = None if sink is None else sink.view_as(sink)
+    asks = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    return (q, k, v, sink), asks and _transforms() == 1
+
+
 NO_FORWARD_MODE = (
     "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, torch.func.vjp or "
     "jacrev"
@@ -367,15 +390,6 @@ def warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
                 "torch._dynamo.config.recompile_limit",
                 limit,
             )
-
-
-def transforms() -> int:
-    """The number of torch.func transforms around a call."""
-    return len(torch._C._functorch.get_interpreter_stack() or ())
-
-
-# A compiler enters transforms as it traces them.
-transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shapes_of_gradients(

@@ -15,7 +15,8 @@ from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.builtin.models import TORCHSCALE_STEPS
 from dilabench.record import Case
-from dilabench.workload.spec import ITSELF, WorkloadRequest
+from dilabench.workload.model import ITSELF
+from dilabench.workload.spec import WorkloadRequest
 from tests.conftest import slow
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from dilabench.report.markdown import to_text
 from dilabench.request import run_request
 from dilabench.suites.model import analyse
 from dilabench.suites.planner import expand, workload_request
-from dilabench.workload.spec import ITSELF
+from dilabench.workload.model import ITSELF
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 HOPPER = Machine(device="cuda", gpus=(GpuInfo(name="H200", compute_capability="9.0", memory_bytes=150 * 10**9),))

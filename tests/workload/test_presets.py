@@ -2,6 +2,7 @@
 
 import pytest
 
+from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.builtin.workloads import PRESETS, RING
 from dilabench.suites.planner import workload_request
 
@@ -146,7 +147,7 @@ SETS = {
 def test_nothing_is_missing_or_extra(catalogue):
     assert len(RING_CONFIGS) == 25
     assert {preset.name for preset in RING} == set(RING_CONFIGS)
-    assert {preset.name for preset in PRESETS} == {
+    assert {preset.name for preset in (*PRESETS, *MODELS)} == {
         *RING_CONFIGS,
         *DILATED_CONFIGS,
         *MODEL_CONFIGS,
@@ -159,7 +160,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         "selected_small",
         *SETS,
     }
-    assert {preset.name for preset in PRESETS} <= set(catalogue.workloads.names)
+    assert {preset.name for preset in (*PRESETS, *MODELS)} <= set(catalogue.workloads.names)
 
 
 # float32 as the `auto` dtype: a preset fixes its dtype, so it must not show.

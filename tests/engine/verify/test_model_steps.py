@@ -10,7 +10,8 @@ from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.plugins.builtin.model_presets import MODELS
 from dilabench.plugins.builtin.models import MODEL_STEPS
 from dilabench.record import Case
-from dilabench.workload.spec import ITSELF, WorkloadRequest
+from dilabench.workload.model import ITSELF
+from dilabench.workload.spec import WorkloadRequest
 from tests.conftest import slow
 
 pytestmark = pytest.mark.needs_extra("transformers")
