@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,8 +153,8 @@ def install_sdpa_flash(patch: pytest.MonkeyPatch) -> None:
         tensors, sequences = (grad_out, query, key, value, out, logsumexp), bounds(cum_seq_q, cum_seq_k, max_q, max_k)
         return MATH.attend_backward(*tensors, **sequences, causal=is_causal, window=window, scale=scale)
 
-    patch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
-    patch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
+    patch.setattr(torch.ops.aten, "_flash_attention_forward", SimpleNamespace(default=forward), raising=False)
+    patch.setattr(torch.ops.aten, "_flash_attention_backward", SimpleNamespace(default=backward), raising=False)
 
 
 def install_efficient(patch: pytest.MonkeyPatch) -> None:

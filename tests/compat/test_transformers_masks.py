@@ -153,7 +153,7 @@ def test_two_windows_or_documents_of_two_kinds_are_both_kept(caplog: pytest.LogC
     assert "the model's mask function and_masks has parts besides" in caplog.text
 
 
-# Calls of attention that compute fewer queries than keys, next to each padding: neighbours of equal padding are one.
+# Calls of attention over fewer queries than keys, some of them padding: neighbours of equal padding are one.
 CALLS = {"none": 1, "all ones": 1, "left": 2, "a row of padding": 2, "right": 0, "holes": 0}
 
 
@@ -169,7 +169,8 @@ def test_the_last_rows_of_a_mask_are_the_last_rows_of_attention(
     seen = torch.ones(B, N).bool() if PADDING[padding] is None else PADDING[padding].bool()
     torch.testing.assert_close(found[seen[:, -rows:]], expected[seen[:, -rows:]])
     if rows < N:
-        assert len(calls) == CALLS[padding]
+        # Without padding among the queries one call has all.
+        assert len(calls) == (CALLS[padding] if rows > seen.sum(1).min() else min(1, CALLS[padding]))
         if CALLS[padding]:
             assert not found[~seen[:, -rows:]].any()
 
@@ -186,7 +187,7 @@ def test_queries_of_another_sequence_see_the_keys_that_are_no_padding(
     found, expected = _attend(mask, rows=rows)
     has_keys = torch.ones(B).bool() if PADDING[padding] is None else PADDING[padding].bool().any(1)
     torch.testing.assert_close(found[has_keys], expected[has_keys])
-    assert len(calls) == (CALLS | {"right": 2})[padding]
+    assert len(calls) == (padding != "holes")
 
 
 def _forward(x: Tensor, mask: Tensor) -> Tensor:

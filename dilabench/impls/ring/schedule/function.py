@@ -14,6 +14,7 @@ from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.one_operator import eager
+from dilabench.impls.operator_rules import outside_compilers
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
@@ -99,6 +100,9 @@ class ShardedAttention:
         passes = "forward", "forward with a sink", "backward", "sum of the sink's gradient"
         self._requests = {name: request.with_fields({"pass": name}) for name in passes}
 
+    def _ask(self) -> None:
+        self.ask_for(request_for(self.workload, self.shards))
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of q, both [B, N_local, H, D] (packed: [T_local, H, D]), and k, v [B, N_local, K, D]."""
         return self.with_lse(q, k, v)[0]
@@ -119,7 +123,7 @@ class ShardedAttention:
         sink: [H], the logits of a key of value 0, the same on all ranks.
         """
         if not self._requests:
-            self.ask_for(request_for(self.workload, self.shards))
+            outside_compilers(self._ask)
         with self.world.numbered(self._requests["forward" if sink is None else "forward with a sink"]):
             self._check(q, k, v)
             if q.ndim == 4:
