@@ -104,7 +104,7 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         # Of few rows the last one would often be the one that is changed.
         slow("cached_by_last_values", {"seq_len": 512}, "repeat: "),
         slow("keys_cached_by_address", {}, TIMED),
-        ("memo_of_both", {"mode": "both"}, TIMED),
+        slow("memo_of_both", {"mode": "both"}, TIMED),
         slow("lazy_when_not_poisoned", {}, TIMED),
         slow("lazy_for_strangers", {}, TIMED),
         ("wrong_backward_when_timed", {"mode": "both"}, TIMED),
@@ -116,7 +116,7 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         slow("wrong_but_once", {}, TIMED),
         ("off_by_003_when_timed", {"dtype": "bfloat16", "seq_len": 512}, f"{TIMED}: timed_out_slope"),
         slow("off_by_003_when_timed", {"dtype": "float16", "mode": "both"}, TIMED),
-        ("copies_a_batch_item", IN_TWO_ITEMS, TIMED),
+        slow("copies_a_batch_item", IN_TWO_ITEMS, TIMED),
         ("stale_row", {}, TIMED),
         ("not_plain_at_first", {}, "timed_form: of timed call 1: returned a Buffer"),
         slow("narrower_at_first", {}, "timed_form: of timed call 1: returned"),
@@ -127,7 +127,7 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         ("gradients_of_known_signs", {"mode": "backward", "timing": "warmup"}, TIMED),
         slow("made_up_gradients", {"mode": "both"}, TIMED),
         ("lazy_on_the_instance", {}, "extra attributes (detach)"),
-        ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
+        slow("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
         # This one loads torch._dynamo.
         slow(
             "lazy_by_dispatch",
@@ -138,7 +138,7 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         ("leaves_a_profile_function", {}, "intact: after a timed call sys.setprofile was used"),
         slow("leaves_a_trace_function", {}, "intact: after a timed call sys.settrace was used"),
         slow("leaves_a_signal_handler", {}, "intact: after a timed call the handler of SIGALRM was replaced"),
-        ("leaves_a_callback_of_collections", {}, "intact: after a timed call gc.callbacks was changed"),
+        slow("leaves_a_callback_of_collections", {}, "intact: after a timed call gc.callbacks was changed"),
         ("replaces_the_clock_of_wall", {}, "defaults of Wall.__init__ were replaced"),
         ("replaces_a_maximum", {}, "World.max_over_ranks was replaced"),
         slow("replaces_code", {}, "code of Traffic.add was replaced"),

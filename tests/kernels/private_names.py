@@ -18,6 +18,7 @@ PRIVATE: Mapping[str, str] = {
     "torch._C._distributed_c10d.PrefixStore": "ranks meet",
     "torch._C._distributed_c10d.Store": "ranks meet",
     "torch._C._distributed_c10d.TCPStore": "ranks meet",
+    "torch._C._functorch.get_interpreter_stack": "how many transforms of torch.func a compiler traces",
     "torch._C._functorch.is_batchedtensor": "batches of indices are refused",
     "torch._C._functorch.is_legacy_batchedtensor": "batches of gradients",
     "torch._C._is_any_autocast_enabled": "whether to cast as autocast does",

@@ -37,7 +37,7 @@ NOT_TORCHS = {
     *("_current_frames", "_threads_queues", "_worker", "_WorkItem"),
     *("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     # Of transformers.
-    "_attn_implementation",
+    *("_attn_implementation", "_supports_sdpa", "_can_set_experts_implementation"),
 }
 
 

@@ -114,6 +114,7 @@ def test_a_small_search_ends_at_the_tokens_requested(catalogue, tmp_path, monkey
     assert section.sentence.startswith("Longest sequence that ran and was right on sampled rows: 20000 tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(catalogue, tmp_path, monkeypatch):
     request = asked(catalogue, (), tokens="50K", nproc=2)

@@ -22,6 +22,7 @@ from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 CPU = torch.device("cpu")
 CONTEXT = BuildContext(device=CPU)
@@ -92,8 +93,11 @@ MISTAKES: dict[str, Callable[[Workload], Function]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("rows", [1, 11])
+# Each mistake with every pattern, over one row or over several.
+NEAR_MISSES = [(mistake, rows) for rows in (1, 11) for mistake in MISTAKES]
+
+
+@pytest.mark.parametrize(("mistake", "rows"), [case if at % 2 else slow(*case) for at, case in enumerate(NEAR_MISSES)])
 @pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
 def test_a_near_miss_is_caught(pattern: Pattern, rows: int, mistake: str) -> None:
     workload = last_rows(pattern, rows, dtype="float64")

@@ -46,7 +46,7 @@ def target_of(name):
 FORMS = [
     {},
     PACKED,
-    {"batch_size": 2},
+    pytest.param({"batch_size": 2}, marks=pytest.mark.slow),
     {"mode": "forward"},
     GENERATED,
     pytest.param({"batch_size": 2, **GENERATED, "query_len": 3}, marks=pytest.mark.slow),
@@ -206,14 +206,9 @@ def attend(
 MISSES = {
     "sees the next token": {},
     "does not see itself": {},
-    "is not causal in one layer": {},
     "window off by one": {"model": WINDOWED},
-    "window too short by one": {"model": WINDOWED},
     "documents leak": PACKED,
-    "documents leak by one token": PACKED,
     "one head of keys for all": {},
-    "heads of keys in another order": {},
-    "another scale in one layer": {},
     "no gradient of keys": {},
     "decoding: the cache is one token late": GENERATED,
     "softcap dropped": GEMMA2,
@@ -221,6 +216,11 @@ MISSES = {
     "positions off by one": GENERATED,
 }
 MORE_MISSES = {
+    "another scale in one layer": {},
+    "heads of keys in another order": {},
+    "documents leak by one token": PACKED,
+    "window too short by one": {"model": WINDOWED},
+    "is not causal in one layer": {},
     "decoding: sinks dropped": {**GPT_OSS, **GENERATED},
     "decoding: window ignored": {"model": WINDOWED, **GENERATED},
     "decoding: does not see itself": GENERATED,

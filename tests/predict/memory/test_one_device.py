@@ -7,7 +7,7 @@ from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.case_spec import case_spec
 from dilabench.record import Optimizations
-from tests.conftest import slow
+from tests.conftest import slow, slow_but_every
 
 # Of blocks in a loop those are traced that are at least 2 % larger than all before (engine/trace/loop_forms.py).
 WITHIN = 0.025
@@ -38,7 +38,7 @@ def check(peaks):
 @pytest.mark.parametrize(
     ("implementation", "shape", "mode"),
     [
-        *(("strided", shape, "both") for shape in SHAPES),
+        *slow_but_every(2, (("strided", shape, "both") for shape in SHAPES)),
         *((name, shape, "both") for name, shape in (("dense", "short_tail"), ("gather", "plain"), ("gather", "odd"))),
         *((name, "plain", "forward") for name in ("dense", "gather")),
     ],

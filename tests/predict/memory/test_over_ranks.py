@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import slow
+from tests.conftest import slow, slow_but_every
 
 WITHIN = 0.01
 BRANCHES = {
@@ -40,7 +40,7 @@ def check(peaks):
 @pytest.mark.parametrize(
     ("implementation", "shape", "mode"),
     [
-        *((name, "causal", "both") for name in (*OVER_RANKS, "zigzag-ring", "zigzag-allgather")),
+        *slow_but_every(2, ((name, "causal", "both") for name in (*OVER_RANKS, "zigzag-ring", "zigzag-allgather"))),
         ("ring", "grouped_batch_in_float64", "both"),
         *(slow(name, "grouped_batch_in_float64", "both") for name in ("ulysses", "zigzag-allgather")),
         ("ring-overlap", "full", "both"),
@@ -56,8 +56,11 @@ def test_dense_attention(implementation, shape, mode, peaks, check):
 @pytest.mark.parametrize(
     ("implementation", "branches", "mode"),
     [
-        *((name, "one_across", "both") for name in OVER_RANKS),
-        *((name, branches, "both") for name in ("ring", "ulysses") for branches in ("inside", "all_across")),
+        *slow_but_every(2, ((name, "one_across", "both") for name in OVER_RANKS)),
+        ("ulysses", "inside", "both"),
+        ("ring", "all_across", "both"),
+        slow("ring", "inside", "both"),
+        slow("ulysses", "all_across", "both"),
         *(slow(name, "one_across", "forward") for name in OVER_RANKS),
     ],
 )
@@ -91,7 +94,7 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
 @pytest.mark.parametrize(
     ("bounds", "shape", "mode"),
     [
-        *((bounds, "causal", "both") for bounds in PACKED),
+        *slow_but_every(2, ((bounds, "causal", "both") for bounds in PACKED)),
         (PACKED[0], "full", "both"),
         slow(PACKED[0], "causal", "forward"),
     ],
