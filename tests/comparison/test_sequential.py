@@ -118,7 +118,7 @@ def checks(count=300, **machine):
     ("spread", "stored", "cases"),
     [
         (0.1, 5, 1),
-        (0.003, 6, 6),
+        slow(0.003, 6, 6),
         slow(0.003, 5, 1),
         slow(0.03, 5, 1),
         slow(0.03, 6, 6),
@@ -160,7 +160,7 @@ def test_a_slow_drift_of_the_machine_is_no_change(drift):
 
 
 @pytest.mark.parametrize(
-    ("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.02, 1, 0.90), (0.03, 5, 0.90), (0.04, 8, 0.85)]
+    ("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.02, 1, 0.90), slow(0.03, 5, 0.90), slow(0.04, 8, 0.85)]
 )
 def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, stored, wanted):
     found = [code for codes in checks(spread=spread, stored=stored) for code in codes]
@@ -197,7 +197,9 @@ def test_only_what_is_undecided_is_measured_again_and_what_changed_in_as_many_fr
     assert counts == [3, 3, 6, 12][: len(counts)]
 
 
-@pytest.mark.parametrize(("spread", "effect", "wanted"), [(0.02, 0.5, 1.0), (0.02, 0.25, 0.98), (0.03, 0.25, 0.9)])
+@pytest.mark.parametrize(
+    ("spread", "effect", "wanted"), [slow(0.02, 0.5, 1.0), slow(0.02, 0.25, 0.98), (0.03, 0.25, 0.9)]
+)
 def test_a_large_slow_down_is_found_against_one_stored_session(spread, effect, wanted):
     found = [codes[0] for codes in checks(spread=spread, effect=effect, stored=1)]
     assert share(found, Code.SLOWER) >= wanted
