@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from dilabench.compat.step_parts import SEED, Values, drawn_targets, losses
 from dilabench.compat.torchscale import DilatedAttention, patch
-from dilabench.compat.without_attention import Values
 from dilabench.contracts import BuildContext
 from dilabench.impls.peers.private_import import imported_together
 from dilabench.impls.peers.torchscale import COMPONENT, INSTALL, kernel_of
@@ -19,7 +18,6 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.model import ITSELF
 from dilabench.workload.spec import Workload
 
-SEED = 0
 # Modules that torchscale imports for what these models do not use: sharding of parameters, and drop path.
 UNUSED = {"fairscale.nn": ("checkpoint_wrapper", "wrap"), "timm.models.layers": ("drop_path",)}
 ROLES = {False: ("encoder", "LongNetEncoder", "EncoderConfig"), True: ("decoder", "LongNetDecoder", "DecoderConfig")}
@@ -39,9 +37,7 @@ class TorchscaleStep(nn.Module):
         assert workload.model is not None
         self.model, self._workload = model, workload
         self.head = nn.Linear(workload.model.width, workload.model.vocabulary, bias=False, device=device)
-        shape = workload.batch_size, workload.seq_len
-        targets = torch.randint(workload.model.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
-        self.register_buffer("targets", targets.to(device), persistent=False)
+        self.register_buffer("targets", drawn_targets(workload).to(device), persistent=False)
         self.parts = [(slice(None), slice(0, workload.seq_len))]
 
     def forward(self, x: Tensor, _key: Tensor | None = None, _value: Tensor | None = None) -> Tensor:
@@ -53,9 +49,7 @@ class TorchscaleStep(nn.Module):
             hidden = self.model(None, token_embeddings=x, features_only=True)["encoder_out"]
         if self._workload.mode == "forward":
             return hidden
-        logits = self.head(hidden)
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
-        return functional.cross_entropy(logits, self.targets.flatten(), reduction="none").view(*x.shape[:2], 1)
+        return losses(self.head(hidden), self.targets, x.dtype)
 
     def alone(self, x: Tensor, _items: slice, _tokens: slice) -> Tensor:
         """The result for all tokens: there is neither padding nor packing."""

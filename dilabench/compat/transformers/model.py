@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilabench.choice.descriptors import load_target
+from dilabench.compat.step_parts import SEED, Values, drawn_targets, losses
 from dilabench.compat.transformers import register
-from dilabench.compat.without_attention import Values
 from dilabench.contracts import BuildContext
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dense import DENSE
@@ -25,7 +24,6 @@ from dilabench.workload.model import ITSELF, SOFTCAP, heads_of
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, hides_nothing
 
-SEED = 0
 NO_ATTENTION, BY_ROWS = "no_attention", "eager_by_rows"
 # Queries whose scores are held at a time.
 ROWS = 512
@@ -53,10 +51,7 @@ class ModelStep(nn.Module):
         assert workload.model is not None
         self.model = model
         self._workload = workload
-        generator = torch.Generator().manual_seed(SEED)
-        shape = workload.batch_size, workload.seq_len
-        targets = torch.randint(workload.model.vocabulary, shape, generator=generator).to(model.device)
-        self.register_buffer("targets", targets, persistent=False)
+        self.register_buffer("targets", drawn_targets(workload).to(model.device), persistent=False)
         self._cache: Any = None
         if workload.query_len is not None:
             drawn = torch.Generator(model.device).manual_seed(SEED)
@@ -64,7 +59,7 @@ class ModelStep(nn.Module):
             prefix = torch.randn(size, generator=drawn, device=model.device, dtype=model.dtype)
             self.register_buffer("prefix", prefix, persistent=False)
         if workload.model.lengths is not None:
-            seen = torch.zeros(shape, dtype=torch.int64)
+            seen = torch.zeros(workload.batch_size, workload.seq_len, dtype=torch.int64)
             for items, tokens in self.parts:
                 seen[items, tokens] = 1
             self.register_buffer("seen", seen.to(model.device), persistent=False)
@@ -107,7 +102,7 @@ class ModelStep(nn.Module):
         return self._result(x[None], self.targets, **documents)[0]
 
     def alone(self, x: Tensor, items: slice, tokens: slice) -> Tensor:
-        """The result for one of the `parts` of x [B, M, E], by itself: without cache, padding and other documents."""
+        """The result for one of the `parts` of x [B, M, E], alone: without cache, padding and other documents."""
         workload, rows = self._workload, x.shape[1]
         assert workload.model is not None
         if x.dtype == torch.float64:
@@ -163,9 +158,7 @@ class ModelStep(nn.Module):
             self.model.get_output_embeddings()(hidden[:, -1:])
             return hidden
         logits = self.model(inputs_embeds=x, use_cache=False, **options).logits
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
-        losses = functional.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view(*targets.shape, 1)
+        return losses(logits, targets, x.dtype)
 
     def checkpointed(self) -> None:
         """Compute each layer again in the backward pass, for less memory."""

@@ -1,4 +1,4 @@
-"""Values instead of attention, to time what remains of a model."""
+"""What steps of models share: targets, their losses, and values instead of attention, to time what remains."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from dilabench.workload.spec import Workload
+
+SEED = 0
+
+
+def drawn_targets(workload: Workload) -> Tensor:
+    """A target of each token, [B, N], always the same."""
+    assert workload.model is not None
+    shape = workload.batch_size, workload.seq_len
+    return torch.randint(workload.model.vocabulary, shape, generator=torch.Generator().manual_seed(SEED))
+
+
+def losses(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The loss of each token, [B, N, 1], of logits [B, N, V] in at least float32; dtype: of the model."""
+    wide = logits.to(torch.promote_types(dtype, torch.float32)).flatten(0, 1)
+    return functional.cross_entropy(wide, targets.flatten(), reduction="none").view(*targets.shape, 1)
 
 
 class Values(torch.autograd.Function):
