@@ -1,7 +1,7 @@
 """Ranks in different calls: found through the store of their group, whatever carries their messages.
 
 Every rank numbers its calls and keeps a running hash of what they ask for, which costs no message. A thread writes the
-last number and hash into the store twice a second and compares those of both neighbours in the order of ranks. Two
+last number and hash into the store twice a second and compares them with both neighbours' in the order of ranks. Two
 hashes with one number differ if any call so far differed. Ranks that compare what a new call asks for compare number
 and hash with it. So a difference is found at the next new call, or within about a second of the call that differs, and
 every later use of the group raises the error.

@@ -239,8 +239,8 @@ class World:
     def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Work:
-        """Send tensors to peers and receive into tensors from peers, all in one batch. Tensors to
-        receive into may be rows of each batch item, [B, n, ...] of a contiguous tensor.
+        """Send tensors to peers and receive into tensors from peers, all in one batch. Tensors to receive into may be
+        rows of each batch item, [B, n, ...] of a contiguous tensor.
 
         Sent tensors may be overwritten after `Work.wait`, because NCCL reads them on its stream.
         """

@@ -49,8 +49,7 @@ def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", save: str |
     """The command that measures a record again in as many sessions as its imprecise rows need; empty if none would.
 
     `save`: the command that adds the sessions, in the folder `more-sessions`, to a baseline; they must then suffice on
-    either side. If sessions decide
-    some rows only, the text says how many, and what the others need.
+    either side. If sessions decide some rows only, the text says how many, and what the others need.
     """
     from dilabench.comparison.comparison import imprecise_pairs
 

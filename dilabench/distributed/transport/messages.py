@@ -62,9 +62,7 @@ class Message(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], number: int = 0, most_rows: float = inf) -> Message:
-        """Whole tensors, which are numbered from `number` on. most_rows: tensors of
-        more rows are treated as if their strides were irregular.
-        """
+        """Whole tensors, numbered from `number` on. most_rows: more rows are treated as if strides were irregular."""
         parts, start = [], 0
         for at, x in enumerate(tensors, number):
             width, pitch, rows = _rows(x)

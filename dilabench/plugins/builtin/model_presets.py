@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dilabench.plugins.builtin.workloads import GIGAPATH_SEGMENTS, LONGNET_SEGMENTS, preset
+from dilabench.plugins.builtin.workloads import AS_TORCHSCALE, GIGAPATH_SEGMENTS, LONGNET_SEGMENTS, preset
 from dilabench.plugins.descriptors import WorkloadPreset
 
 
@@ -24,25 +24,18 @@ def _whole_model(
 
 
 TIED = {"tie_word_embeddings": True}
+LONGNET: dict[str, Any] = {"pattern": "dilated", **AS_TORCHSCALE}
+# Of the presets for a CPU.
+TINY_MODEL: dict[str, Any] = {"dtype": "auto", "layers": 2, "width": 64}
 # Rotary positions are scaled by the length for which it was made.
-LONGNET: dict[str, Any] = {
-    "pattern": "dilated",
-    "offset": "blocked",
-    "merge_grad": "detached",
-    "padding": "zero_key",
-    "causal": True,
-}
 GPT_OSS = {"sliding_window": 128, "max_position_embeddings": 131072}
-# Whole models (suite `model`), of random weights.
 MODELS: tuple[WorkloadPreset, ...] = (
     _whole_model(
         "llama_tiny",
         "a Llama of two layers, for a CPU",
         "llama",
         (1, 4, 2, 16, 512),
-        dtype="auto",
-        layers=2,
-        width=64,
+        **TINY_MODEL,
         inner=128,
         vocabulary=512,
     ),
@@ -97,9 +90,7 @@ MODELS: tuple[WorkloadPreset, ...] = (
         "two small layers of gpt-oss, for a CPU",
         "gpt_oss",
         (1, 4, 2, 16, 512),
-        dtype="auto",
-        layers=2,
-        width=64,
+        **TINY_MODEL,
         inner=64,
         vocabulary=512,
         options={**GPT_OSS, "num_local_experts": 2, "num_experts_per_tok": 2},
@@ -124,10 +115,8 @@ MODELS: tuple[WorkloadPreset, ...] = (
         "two small layers of Gemma 2, for a CPU",
         "gemma2",
         (1, 4, 2, 16, 512),
-        dtype="auto",
         fields={"softcap": 50.0},
-        layers=2,
-        width=64,
+        **TINY_MODEL,
         inner=128,
         vocabulary=512,
         options={"sliding_window": 128, "query_pre_attn_scalar": 16},
@@ -169,11 +158,9 @@ MODELS: tuple[WorkloadPreset, ...] = (
         "two small layers of torchscale's LongNet, for a CPU",
         "longnet",
         (1, 4, 4, 16, 512),
-        dtype="auto",
         fields={**LONGNET, "segment_lengths": (64, 256), "dilation_rates": (1, 2)},
         project="torchscale",
-        layers=2,
-        width=64,
+        **TINY_MODEL,
         inner=128,
         vocabulary=128,
     ),

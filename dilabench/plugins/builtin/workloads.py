@@ -90,14 +90,14 @@ DILATED: tuple[WorkloadPreset, ...] = (
 )
 
 # torchscale's dilated attention, with which Prov-GigaPath (its slide encoder) and LongViT were trained.
-AS_TORCHSCALE = {"offset": "blocked", "merge_grad": "detached", "padding": "zero_key", "dtype": "float16"}
+AS_TORCHSCALE = {"offset": "blocked", "merge_grad": "detached", "padding": "zero_key"}
 GIGAPATH_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
 
 
 def _model(name: str, summary: str, head_dim: int, length: int, segments: tuple[int, ...]) -> WorkloadPreset:
     """16 heads, rates 1 to 16."""
     dilated = _dilated(name, summary, (1, 16, 16, head_dim, length), segments, (1, 2, 4, 8, 16))
-    return replace(dilated, fields={**dilated.fields, **AS_TORCHSCALE, "causal": False})
+    return replace(dilated, fields={**dilated.fields, **AS_TORCHSCALE, "dtype": "float16", "causal": False})
 
 
 REAL_MODELS: tuple[WorkloadPreset, ...] = (
