@@ -123,8 +123,11 @@ def test_a_tensor_that_is_written_to_changes_no_gradient_in_silence(
             assert "modified" in error
             assert "inplace" in error
             refused.add(name)
-        else:
+        elif device == "cpu":
             assert [*map(torch.equal, found, right)] == [True] * len(right), name
+        else:
+            # torch's memory-efficient kernel adds dq in any order.
+            torch.testing.assert_close(found, right)
     assert {"query", "key", "value"} <= refused
 
 

@@ -288,7 +288,6 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.filterwarnings("ignore:.*(does not have a|defaults to a non-)deterministic:UserWarning")
 @pytest.mark.parametrize(("dim", "dtype"), [(24, "bfloat16"), (48, "float16"), (64, "bfloat16"), (128, "float32")])
 @entries
 def test_another_gpu_gives_the_bits_of_the_first(entry: Entry, dim: int, dtype: str) -> None:
@@ -304,7 +303,6 @@ def test_another_gpu_gives_the_bits_of_the_first(entry: Entry, dim: int, dtype: 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-@pytest.mark.filterwarnings("ignore:.*(does not have a|defaults to a non-)deterministic:UserWarning")
 @entries
 def test_streams_and_threads_give_the_same_bits(entry: Entry) -> None:
     """Two threads with streams of their own, with what the first one keeps."""
