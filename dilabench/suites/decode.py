@@ -121,7 +121,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     timed = [(line, line.fastest) for line in found.rows if line.fastest is not None]
     if not timed:
         return ()
-    texts = [_reached([measured_view(row) for _, row in timed], record.ceilings), found.counts]
+    texts = [found.counts, _reached([measured_view(row) for _, row in timed], record.ceilings)]
     without = Counter(line.why_none for line in found.rows if line.fastest is None)
     texts += [f"Without a time: {counted(count, 'workload')}, {why}." for why, count in without.items()]
     section = Section(
@@ -151,7 +151,7 @@ def _reached(views: Sequence[RowView], ceilings: Mapping[str, float]) -> str:
         return "Computing bounds every workload, not memory."
     share = _range([rate / copy for rate in rates], percent_text)
     return (
-        f"The fastest rows that memory bounds move the bytes that they need at {_range(rates, _gb_per_s)} GB/s, "
+        f"Where memory bounds them, the fastest rows move the bytes that they need at {_range(rates, _gb_per_s)} GB/s, "
         f"{share} of the {_gb_per_s(copy)} GB/s that a copy reaches here."
     )
 
