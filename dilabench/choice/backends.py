@@ -5,7 +5,7 @@ from dataclasses import replace
 from dilabench.choice.descriptors import FLASH_4, Backend, Capabilities
 from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
 from dilabench.kernels.cpu.compiled import FEW_ROWS
-from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles
+from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles, on_hopper
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -38,6 +38,12 @@ def _better_by_tiles(workload: Workload) -> str | None:
     few = workload.query_len is not None and workload.query_len * workload.group_size <= FEW_ROWS
     forward = workload.dtype == "bfloat16" and workload.mode == "forward" and workload.window == UNBOUNDED and not few
     return "torch's kernel multiplies it in tile registers" if forward and multiplies_bfloat16_tiles() else None
+
+
+def _too_wide_for_cudnn(workload: Workload) -> str | None:
+    """Return why cuDNN does not take the head dims, or None: above 128 it has kernels for compute capability 9.0."""
+    widest = max(workload.head_dim, workload.value_width)
+    return f"head dim {widest} is above 128, which takes an H100 or H200" if widest > 128 and not on_hopper() else None
 
 
 ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS, value_dim=True, softcap=True)
@@ -112,7 +118,13 @@ BACKENDS = (
         "dilabench.backends.sdpa.cudnn:attend",
         "dilabench.backends.sdpa.cudnn:attend_backward",
         supports=Capabilities(
-            patterns=DENSE, devices=CUDA, dtypes=HALF, window=False, max_head_dim=128, value_dim=True
+            patterns=DENSE,
+            devices=CUDA,
+            dtypes=HALF,
+            window=False,
+            max_head_dim=256,
+            value_dim=True,
+            check=_too_wide_for_cudnn,
         ),
         requires=("cuda>=sm80",),
         kernels=(r"cudnn.*(sdpa|flash)",),

@@ -17,6 +17,7 @@ from dilabench.choice.rules import choose
 from dilabench.choice.ways import Way, own_ways
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
@@ -334,3 +335,33 @@ def test_the_library_chooses_among_its_own_ways(cache: Path) -> None:
     assert choose(own_ways(), CPU, workload()).source == "rule"
     assert not own_ways().implementations.names[0].startswith("ring")
     assert "ring" in own_ways(over_ranks=True).implementations
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "served"),
+    [
+        ("9.0", (192, 128), True),
+        ("9.0", (256, 256), True),
+        ("9.0", (264, 264), False),
+        ("8.0", (192, 128), False),
+        ("10.0", (128, 192), False),
+        ("8.0", (128, 64), True),
+    ],
+)
+def test_cudnn_takes_wide_heads_where_it_has_kernels_for_them(monkeypatch, capability, dims, served):
+    """Those of compute capability 9.0 alone."""
+    gpu = GpuInfo(name="a", compute_capability=capability)
+    monkeypatch.setattr("dilabench.machine._nvml_gpus", lambda: (gpu,))
+    head_dim, value_dim = dims
+    workload = Workload(
+        pattern=DENSE,
+        batch_size=1,
+        seq_len=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        dtype="bfloat16",
+        value_dim=None if value_dim == head_dim else value_dim,
+    )
+    reasons = own_ways().backends.get("sdpa-cudnn").supports.reasons(workload, "cuda")
+    assert not reasons if served else "is above" in reasons[0]

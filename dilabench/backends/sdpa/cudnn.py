@@ -1,4 +1,7 @@
-"""cuDNN's fused attention through torch: float16 and bfloat16 on sm_80 and newer, head dim up to 128, no window.
+"""cuDNN's fused attention through torch: float16 and bfloat16 on sm_80 and newer, no window, head dims up to 128.
+
+On compute capability 9.0 (H100, H200) head dims of keys and values up to 256, from cuDNN 9.10 on, which torch's wheels
+have.
 
 torch caches an execution plan per shape and strides of q, k and v, not of out and dout. A plan for one layout of out
 must never be used with another, so out and dout are passed directly only if they have q's layout; otherwise q, out and
@@ -95,5 +98,5 @@ def _laid_out_like(x: Tensor, q: Tensor) -> bool:
 
 
 attend, attend_backward = adapted(
-    _forward, _backward, replace(CUDA_KERNEL, forward_span=None), derivative="of one layout"
+    _forward, _backward, replace(CUDA_KERNEL, forward_span=None, value_dim=True), derivative="of one layout"
 )
