@@ -30,7 +30,7 @@ def build(workload: Workload, context: BuildContext) -> SplitKeys:  # noqa: ARG0
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class SplitKeys(AttentionComputation):
-    """The last rows of k and v [B, N, K, D], all N keys of each item.
+    """The last rows of k [B, N, K, D] and v [B, N, K, Dv], all N keys of each item.
 
     shape: the heads, of any length. window: keys behind and ahead, (-1, 0) if causal.
     """
@@ -54,7 +54,7 @@ class SplitKeys(AttentionComputation):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, bounds: Bounds | None = None
     ) -> tuple[Tensor, Tensor]:
-        """out [B, M, H, D] and lse [B, H, M]; of packed sequences B is 1."""
+        """out [B, M, H, Dv] and lse [B, H, M]; of packed sequences B is 1."""
         # Segments of a growing cache are cut at powers of two only, so that few tables are made.
         about = 1 << (k.shape[1] - 1).bit_length(), q.device, type(q)
         branches = self.branches.get(about)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.row_layout import product_precision
-from dilabench.kernels.key_segments import KeyBranches, Split, processors, split_for
+from dilabench.kernels.key_segments import KeyBranches, Split, columns_for, processors, split_for
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache, Tensors, stride_unit
 from dilabench.kernels.softmax import finite
 from dilabench.workload.spec import Window
@@ -100,9 +100,12 @@ def _split_kernel(
     WHOLE: tl.constexpr,
     UNIT: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Programs of the same keys are neighbours, then those of neighbouring heads.
@@ -127,8 +130,11 @@ def _split_kernel(
     if bounds_ptr is not None:
         batch = batch * 0
     slot = branch * n_splits + split
+    # Of queries and keys, in one or two products, and of values and out.
     columns = tl.arange(0, COLUMNS)
     inside = columns < DIM
+    value_columns = tl.arange(0, VALUE_COLUMNS)
+    value_inside = value_columns < VALUE_DIM
     kv_head = first_head // heads_per_kv
     # Queries before the first key see nothing under a mask; without one they are of the first segment.
     start = length - rows
@@ -161,22 +167,37 @@ def _split_kernel(
 
             q_row = (batch * q_b + (first_query + query).to(tl.int64) * q_n + head * q_h) * UNIT
             q = tl.load(q_ptr + q_row[:, None] + columns[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+            if REST:
+                rest_columns = COLUMNS + tl.arange(0, REST)
+                rest_inside = rest_columns < DIM
+                rest_there = valid[:, None] & rest_inside[None, :]
+                q_rest = tl.load(q_ptr + q_row[:, None] + rest_columns[None, :], mask=rest_there, other=0.0)
             token = (first_key + place + residue + (begin + tl.arange(0, KEYS)) * rate).to(tl.int64)
             k_at = k_ptr + (batch * k_b + kv_head * k_h + token * k_n)[None, :] * UNIT + columns[:, None]
-            v_at = v_ptr + (batch * v_b + kv_head * v_h + token * v_n)[:, None] * UNIT + columns[None, :]
+            v_at = v_ptr + (batch * v_b + kv_head * v_h + token * v_n)[:, None] * UNIT + value_columns[None, :]
+            if REST:
+                k_rest_at = k_ptr + (batch * k_b + kv_head * k_h + token * k_n)[None, :] * UNIT + rest_columns[:, None]
             k_step = (rate * KEYS).to(tl.int64) * k_n * UNIT
             v_step = (rate * KEYS).to(tl.int64) * v_n * UNIT
             top = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
-            out = tl.zeros((ROWS, COLUMNS), tl.float32)
+            out = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
             for at in range(begin, end, KEYS):
                 key = at + tl.arange(0, KEYS)
                 there = key < end
-                if COLUMNS == DIM:
+                if COLUMNS <= DIM:
                     k = tl.load(k_at, mask=there[None, :], other=0.0)
                 else:
                     k = tl.load(k_at, mask=there[None, :] & inside[:, None], other=0.0)
-                scores = tl.dot(q, k, input_precision=PRECISION) * scale
+                scores = tl.dot(q, k, input_precision=PRECISION)
+                if REST:
+                    if COLUMNS + REST == DIM:
+                        k_rest = tl.load(k_rest_at, mask=there[None, :], other=0.0)
+                    else:
+                        k_rest = tl.load(k_rest_at, mask=there[None, :] & rest_inside[:, None], other=0.0)
+                    scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
+                    k_rest_at += k_step
+                scores *= scale
                 seen = there[None, :]
                 if LEFT:
                     seen = seen & (key[None, :] >= (own - left // rate)[:, None])
@@ -188,10 +209,10 @@ def _split_kernel(
                 weights = tl.exp2(scores - safe[:, None])
                 kept = tl.exp2(top - safe)
                 total = total * kept + tl.sum(weights, 1)
-                if COLUMNS == DIM:
+                if VALUE_COLUMNS == VALUE_DIM:
                     v = tl.load(v_at, mask=there[:, None], other=0.0)
                 else:
-                    v = tl.load(v_at, mask=there[:, None] & inside[None, :], other=0.0)
+                    v = tl.load(v_at, mask=there[:, None] & value_inside[None, :], other=0.0)
                 out = tl.dot(weights.to(v.dtype), v, out * kept[:, None], input_precision=PRECISION)
                 top = new_top
                 k_at += k_step
@@ -204,10 +225,10 @@ def _split_kernel(
                 lse = lse * 0.6931471805599453
             else:
                 stored += slot.to(tl.int64) * n_rows
-            out_at = out_ptr + (batch * out_b + (stored * n_heads + head) * DIM)[:, None] + columns[None, :]
+            out_at = out_ptr + (batch * out_b + (stored * n_heads + head) * VALUE_DIM)[:, None] + value_columns[None, :]
             # The merge does not read what weighs nothing.
             filled = valid if WHOLE else valid & (total > 0.0)
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=filled[:, None] & inside[None, :])
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=filled[:, None] & value_inside[None, :])
             lse_row = stored * n_heads + head if not WHOLE else head * lse_h + stored
             tl.store(lse_ptr + first_lse + batch * lse_b + lse_row, lse, mask=valid)
 
@@ -234,17 +255,17 @@ def _merge_kernel(
     n_splits,
     n_items,
     n_sequences,
-    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
 ):
     rest = tl.program_id(0)
     head = rest % n_heads
     rest = rest // n_heads
     item = rest % n_items
     sequence = rest // n_items
-    columns = tl.arange(0, COLUMNS)
-    inside = columns < DIM
+    columns = tl.arange(0, VALUE_COLUMNS)
+    inside = columns < VALUE_DIM
     if bounds_ptr is None:
         batch = sequence.to(tl.int64)
         first_query, _, rows, length = _sequence(sequence, lengths_ptr, spans_ptr, None, None, n_queries, n_keys)
@@ -262,7 +283,7 @@ def _merge_kernel(
         row = (batch * n_queries + first_query + query) * n_heads + head
         top = tl.full((), float("-inf"), tl.float32)
         total = tl.full((), 0.0, tl.float32)
-        out = tl.zeros((COLUMNS,), tl.float32)
+        out = tl.zeros((VALUE_COLUMNS,), tl.float32)
         for branch in range(n_branches):
             segment_length = tl.load(branches_ptr + branch * (2 + n_heads))
             rate = tl.load(branches_ptr + branch * (2 + n_heads) + 1)
@@ -277,7 +298,7 @@ def _merge_kernel(
                     new_top = tl.maximum(top, tl.max(lse, 0))
                     safe = finite(new_top)
                     weights = tl.exp2(lse - safe)
-                    part_at = parts_ptr + at[:, None] * DIM + columns[None, :]
+                    part_at = parts_ptr + at[:, None] * VALUE_DIM + columns[None, :]
                     part = tl.load(part_at, mask=(weights > 0.0)[:, None] & inside[None, :], other=0.0)
                     kept = tl.exp2(top - safe)
                     total = total * kept + tl.sum(weights, 0)
@@ -285,7 +306,7 @@ def _merge_kernel(
                     top = new_top
         out = out / tl.where(total == 0.0, 1.0, total)
         token = (first_query + query).to(tl.int64)
-        out_at = out_ptr + batch * out_b + (token * n_heads + head) * DIM + columns
+        out_at = out_ptr + batch * out_b + (token * n_heads + head) * VALUE_DIM + columns
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
         lse = (top + tl.log2(total)) * 0.6931471805599453
         tl.store(lse_ptr + batch * lse_b + head * lse_h + token, lse)
@@ -328,7 +349,8 @@ def attend_few_rows(
     bounds: Bounds | None = None,
     split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, M, H, D] and lse [B, H, M] (float32) of q [B, M, H, D], the last rows of k, v [B, N, K, D].
+    """out [B, M, H, Dv] and lse [B, H, M] (float32) of q [B, M, H, D], the last rows of k [B, N, K, D] and of
+    v [B, N, K, Dv].
 
     lengths: int [B], how many keys of an item are there, or [B, 2], the first of them and their end. bounds: of packed
     sequences, B is 1. window: keys behind and ahead that a query sees, -1 for all; (-1, 0) is causal. split: instead of
@@ -340,7 +362,7 @@ def attend_few_rows(
         read = {"bounds": bounds.queries, "key_bounds": bounds.keys}
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % COPY_BYTES
     kinds = tuple((name, x.shape, x.dtype) for name, x in read.items())
-    key = window, scale, split, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(), aligned, kinds
+    key = window, scale, split, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), aligned, kinds
     plan = branches.plans.get(key)
     if plan is None:
         if len(branches.plans) >= _MOST_PLANS:
@@ -353,7 +375,7 @@ def attend_few_rows(
         parts = q.new_empty(plan.parts, dtype=torch.float32)
         tensors |= {"out": parts, "lse": parts}
         plan.cache.launch("split", [tensors], partial(plan.split, tensors))
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((B, H, M), dtype=torch.float32)
+    out, lse = q.new_empty((B, M, H, v.shape[3])), q.new_empty((B, H, M), dtype=torch.float32)
     if plan.parts:
         tensors = {"out": out, "lse": lse, "parts": parts, **read}
         plan.cache.launch("merge", [tensors], partial(plan.merge, tensors))
@@ -375,7 +397,7 @@ def _plan(
 ) -> _Plan:
     """The plan of `attend_few_rows` for tensors like these. It keeps none of them."""
     B, M, H, D = q.shape
-    N, K = k.shape[1:3]
+    N, K, Dv = v.shape[1:]
     is_packed = "bounds" in read
     sequences = len(read["bounds"]) - 1 if is_packed else B
     rows = triton.cdiv(M, sequences) if is_packed else M
@@ -383,11 +405,11 @@ def _plan(
     if split is None:
         reach = sum(window) + rows if min(window) >= 0 else None
         keys = branches.most_keys(N, reach)
-        split = split_for(of_keys, rows * branches.heads, keys, D, q.element_size(), processors(q.device))
+        split = split_for(of_keys, rows * branches.heads, keys, (D, Dv), q.element_size(), processors(q.device))
     tile, splits, items = split
     whole = branches.every and splits == 1 and not is_packed
-    outs = len(branches.segments) * splits * B * M * H * D
-    columns, unit, (left, right) = max(16, triton.next_power_of_2(D)), stride_unit(q, k, v), window
+    outs = len(branches.segments) * splits * B * M * H * Dv
+    (columns, rest, value_columns), unit, (left, right) = columns_for(D, Dv), stride_unit(q, k, v), window
     common = {
         **dict.fromkeys(("lengths_ptr", "spans_ptr", "bounds_ptr", "key_bounds_ptr")),
         "branches_ptr": branches.table,
@@ -397,9 +419,9 @@ def _plan(
         "n_keys": N,
         "n_rows": B * M,
         "n_heads": H,
-        "DIM": D,
-        "COLUMNS": columns,
-        "out_b": M * H * D,
+        "VALUE_DIM": Dv,
+        "VALUE_COLUMNS": value_columns,
+        "out_b": M * H * Dv,
         "lse_b": H * M,
         "lse_h": M,
         "first_lse": 0 if whole else outs,
@@ -422,13 +444,16 @@ def _plan(
         "HEADS": branches.heads,
         "WHOLE": whole,
         "UNIT": unit,
+        "DIM": D,
+        "COLUMNS": columns,
+        "REST": rest,
         "PRECISION": product_precision(q),
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    merged = min(triton.next_power_of_2(splits), max(1, _MERGED // columns))
+    merged = min(triton.next_power_of_2(splits), max(1, _MERGED // value_columns))
     of_merge = {**common, "n_items": rows, "n_sequences": sequences, "PARTS": merged, "num_warps": 4}
     programs = of_keys * splits * items, (sequences + is_packed) * rows * H
     if max(programs) >= 2**31:
@@ -437,7 +462,7 @@ def _plan(
         partial(_launches, *kernel)
         for kernel in zip((_split_kernel, _merge_kernel), programs, (of_split, of_merge), strict=True)
     )
-    return _Plan(LaunchCache(), 0 if whole else outs + outs // D, *launches)
+    return _Plan(LaunchCache(), 0 if whole else outs + outs // Dv, *launches)
 
 
 def _launches(kernel: Any, programs: int, numbers: Mapping[str, Any], tensors: Tensors) -> list[Launch]:

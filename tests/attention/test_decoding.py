@@ -25,7 +25,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "dilated": {"causal": True, "pattern": LONGNET},
     "behind padding": {"causal": True},
     "dilated behind padding": {"causal": True, "pattern": LONGNET},
+    "MLA": {"causal": True, "scale": 192**-0.5},
 }
+# Heads of queries and of keys, channels of keys and of values.
+SHAPES = {"MLA": (8, 1, 576, 512)}
 
 
 @pytest.fixture
@@ -62,8 +65,10 @@ def test_many_steps_equal_the_square(
     # Items of the batch are of different lengths.
     steps, behind = STEPS[device], 37
     torch.manual_seed(0)
+    heads, kv_heads, dim, value_dim = SHAPES.get(name, (8, 2, 64, 64))
     of_queries, of_keys, of_values = (
-        torch.randn(2, steps + 2 * WARM + behind, heads, 64).to(device, torch.bfloat16) for heads in (8, 2, 2)
+        torch.randn(2, steps + 2 * WARM + behind, *shape).to(device, torch.bfloat16)
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
     )
     padding = PADDING if "padding" in name else [0, 0]
     keys, values = (x.new_full((2, x.shape[1] + max(PADDING), *x.shape[2:]), torch.nan) for x in (of_keys, of_values))
@@ -72,7 +77,7 @@ def test_many_steps_equal_the_square(
         keys[item, here], values[item, here] = of_keys[item, :there], of_values[item, :there]
     lengths = torch.tensor([1, 1 + behind], device=device, dtype=torch.int32)
     firsts = torch.tensor(padding, device=device, dtype=torch.int32)
-    results = torch.zeros_like(of_queries)
+    results = of_queries.new_zeros((*of_queries.shape[:3], value_dim))
 
     def attend(query: Tensor) -> Tensor:
         there = torch.stack([firsts, firsts + lengths], 1) if "padding" in name else lengths
@@ -85,8 +90,8 @@ def test_many_steps_equal_the_square(
         for cache, source in ((keys, of_keys), (values, of_values)):
             here = place.expand(-1, 1, *source.shape[2:])
             cache.scatter_(1, here + firsts[:, None, None, None], source.gather(1, here))
-        here = place.expand(-1, 1, *of_queries.shape[2:])
-        results.scatter_(1, here, called(of_queries.gather(1, here)))
+        queries = of_queries.gather(1, place.expand(-1, 1, *of_queries.shape[2:]))
+        results.scatter_(1, place.expand(-1, 1, *results.shape[2:]), called(queries))
         lengths.add_(1)
 
     for _ in range(WARM):

@@ -157,6 +157,24 @@ def test_shapes_of_models_are_computed_or_refused(
             _check(inputs, options, softcap, backend=backend)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", ["few rows", "absorbed", "MLA rows", "absorbed MLA rows"])
+def test_few_rows_without_gradients(shape: str, options: str, device: str) -> None:
+    """In bfloat16, all keys or fewer of one item: on a GPU by kernels that have no backward pass."""
+    q, k, v = (x.detach() for x in _inputs(shape, torch.bfloat16, device))
+    out, lse = attention(q, k, v, **OPTIONS[options], return_lse=True)
+    lengths = torch.tensor([90, k.shape[1]], device=device)
+    short = attention(q, k, v, **OPTIONS[options], key_lengths=lengths)
+    wide = [x.double() for x in (q, k, v)]
+    exact, exact_lse = _by_formula(*wide, None, **OPTIONS[options])
+    first = _by_formula(wide[0][:1], *(x[:1, :90] for x in wide[1:]), None, **OPTIONS[options])[0]
+    assert torch.equal(short[1], out[1])
+    for result, value in ((out, exact), (lse, exact_lse), (short[:1], first)):
+        assert result.shape == value.shape
+        assert (result.double() - value).norm() <= BOUNDS[out.dtype] * value.norm()
+
+
 @pytest.mark.parametrize("softcap", [0.1, 50.0, 1e6])
 def test_scale_and_softcap_are_apart(softcap: float) -> None:
     _check(_inputs("wider keys", torch.float64), {"causal": True, "scale": 0.7}, softcap)

@@ -365,3 +365,33 @@ def test_cudnn_takes_wide_heads_where_it_has_kernels_for_them(monkeypatch, capab
     )
     reasons = own_ways().backends.get("sdpa-cudnn").supports.reasons(workload, "cuda")
     assert not reasons if served else "is above" in reasons[0]
+
+
+DECODING = {"pattern": "dense", "seq_len": 4096, "query_len": 1, "causal": True, "dtype": "bfloat16", "mode": "forward"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512}, None),
+        ({"num_heads": 128, "head_dim": 192, "value_dim": 128}, None),
+        ({"num_heads": 8, "num_kv_heads": 1, "head_dim": 512}, None),
+        ({"num_heads": 4, "head_dim": 32, "value_dim": 512, "query_len": 4}, None),
+        ({"num_heads": 4, "head_dim": 577, "value_dim": 64}, "head_dim 577 is above 576"),
+        ({"num_heads": 4, "head_dim": 576}, "value_dim 576 is above 512"),
+        ({"num_heads": 4, "head_dim": 64, "value_dim": 513}, "value_dim 513 is above 512"),
+        (
+            {"num_heads": 129, "num_kv_heads": 1, "head_dim": 64},
+            "129 rows of queries read the same keys, more than 128",
+        ),
+        ({"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512, "query_len": 4}, None),
+        (
+            {"num_heads": 103, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512, "query_len": 5},
+            "515 rows of queries read the same keys, more than 512",
+        ),
+    ],
+)
+def test_split_keys_takes_the_widths_that_fit_into_a_tile(shape: dict[str, int], reason: str | None) -> None:
+    asked, ways = workload(**{**DECODING, **shape}), own_ways()
+    reasons = ways.implementations.get("split-keys").supports.reasons(asked, "cuda")
+    assert reasons == (() if reason is None else (reason,))

@@ -33,6 +33,8 @@ from dilabench.workload.spec import Window, Workload
 
 KINDS = ("dense", "causal", "window", "band", "dilated", "dilated causal", "dilated window")
 HELD = ("batch", "lengths", "spans", "packed")
+# Channels of keys and of values: of one width, of two, and of multi-head latent attention.
+WIDTHS = ((64, 64), (128, 128), (24, 24), (80, 80), (48, 32), (72, 64), (16, 80), (192, 128), (576, 512))
 
 
 class Case(NamedTuple):
@@ -47,10 +49,11 @@ class Case(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
 
 
-def drawn(draw: random.Random, kind: str, held: str, head_dim: int, dtype: torch.dtype) -> Case:
+def drawn(draw: random.Random, kind: str, held: str, widths: tuple[int, int], dtype: torch.dtype) -> Case:
     kv_heads, group = draw.choice((1, 2, 3)), draw.choice((1, 2, 4, 5))
     rows = draw.choice((1, 1, 2, 5, 17))
     keys = draw.randint(rows, 300)
@@ -72,11 +75,11 @@ def drawn(draw: random.Random, kind: str, held: str, head_dim: int, dtype: torch
             offset_by=draw.choice(("head", "kv_head")),
         )
     heads = kv_heads * group, kv_heads
-    return Case(pattern, window, held, draw.randint(1, 3), rows, keys, *heads, head_dim, dtype)
+    return Case(pattern, window, held, draw.randint(1, 3), rows, keys, *heads, *widths, dtype)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out [M, H, D] and lse [H, M], computed in this dtype, of q [M, H, D], the last rows of k, v [N, K, D]."""
+    """out [M, H, Dv], lse [H, M], in this dtype, of q [M, H, D], the last rows of k [N, K, D], v [N, K, Dv]."""
     rows, keys = len(q), len(k)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     shape = SequenceShape(keys, case.heads, case.kv_heads, causal=False, window=(-1, -1))
@@ -105,7 +108,11 @@ def difference(case: Case, draw: random.Random) -> float:
     """The largest error of out and lse, as a share of what is allowed: four times that of the formula in float32, eight
     last places at least. NaN lies behind the keys.
     """
-    heads, kv_heads, dim = case.heads, case.kv_heads, case.head_dim
+    heads, kv_heads, dim, value_dim = case.heads, case.kv_heads, case.head_dim, case.value_dim
+
+    def absent(batch: int, keys: int) -> list[Tensor]:
+        return [torch.full((batch, keys, kv_heads, width), torch.nan, dtype=case.dtype) for width in (dim, value_dim)]
+
     shape = SequenceShape(1, heads, kv_heads, causal=False, window=(-1, -1))
     computation: Any = SplitKeys(case.pattern, shape, case.window, dim**-0.5)
     if case.held == "packed":
@@ -115,14 +122,14 @@ def difference(case: Case, draw: random.Random) -> float:
         of_queries, of_keys = ends
         computation = computation.of_bounds(numbers(draw, of_queries), numbers(draw, of_keys))
         q = torch.randn(1, of_queries[-1] + behind, heads, dim).to(case.dtype)
-        k, v = torch.full((2, 1, of_keys[-1] + behind, kv_heads, dim), torch.nan, dtype=case.dtype)
+        k, v = absent(1, of_keys[-1] + behind)
         spans = [*zip([0] * len(keys), pairwise(of_queries), pairwise(of_keys), strict=True)]
     else:
         count = case.batch
         keys = [case.keys if case.held == "batch" else draw.randint(case.rows, case.keys) for _ in range(count)]
         q = torch.randn(count, case.rows, heads, dim).to(case.dtype)
         # A cache has room behind its keys.
-        k, v = torch.full((2, count, case.keys + draw.choice((0, 7)), kv_heads, dim), torch.nan, dtype=case.dtype)
+        k, v = absent(count, case.keys + draw.choice((0, 7)))
         firsts = [0] * count
         if case.held == "batch":
             k, v = k[:, : case.keys], v[:, : case.keys]
@@ -134,12 +141,13 @@ def difference(case: Case, draw: random.Random) -> float:
             computation = computation.of_lengths(numbers(draw, [*zip(firsts, keys, strict=True)]))
         spans = [(item, (0, case.rows), place) for item, place in enumerate(zip(firsts, keys, strict=True))]
     wanted, plain = (
-        (torch.zeros(q.shape, dtype=of), torch.full((len(q), heads, q.shape[1]), -torch.inf, dtype=of))
+        (torch.zeros(*q.shape[:3], value_dim, dtype=of), torch.full((len(q), heads, q.shape[1]), -torch.inf, dtype=of))
         for of in (torch.float64, torch.float32)
     )
     for item, (query, stop), (key, end) in spans:
         if query < stop and key < end:
-            k[item, key:end], v[item, key:end] = torch.randn(2, end - key, kv_heads, dim).to(case.dtype)
+            for x in (k, v):
+                x[item, key:end] = torch.randn(end - key, *x.shape[2:]).to(case.dtype)
             here = q[item, query:stop], k[item, key:end], v[item, key:end], case
             for out, lse in (wanted, plain):
                 out[item, query:stop], lse[item, :, query:stop] = formula(*here, out.dtype)
@@ -167,7 +175,8 @@ def through_attention(dtype: torch.dtype) -> float:
         return Choice("split-keys", None, "rule"), build(workload, BuildContext(device=torch.device("cpu")))
 
     rows, keys, worst = (2, 2, 2), (40, 9, 25), 0.0
-    q, k, v = (torch.randn(3, count, heads, 64).to(dtype) for count, heads in ((2, 4), (41, 2), (41, 2)))
+    shapes = (2, 4, 64), (41, 2, 64), (41, 2, 48)
+    q, k, v = (torch.randn(3, *shape).to(dtype) for shape in shapes)
     items = [(q[at : at + 1], k[at : at + 1, :there], v[at : at + 1, :there]) for at, there in enumerate(keys)]
     wanted = [attention(*(x.double() for x in item), causal=True) for item in items]
     packed = [torch.cat([item[at][0] for item in items]) for at in range(3)]
@@ -214,7 +223,7 @@ if __name__ == "__main__":
     errors: dict[str, list[float]] = {"attention": [through_attention(dtype)]}
     for number, (kind, held) in enumerate(product(KINDS, HELD)):
         for at in range(count):
-            case = drawn(draw, kind, held, draw.choice((64, 128, 24, 80)), dtype)
+            case = drawn(draw, kind, held, WIDTHS[(number + at) % len(WIDTHS)], dtype)
             split_keys.split_for = usual if (number + at) % 2 else cut(draw)
             errors.setdefault(f"{kind}, {held}", []).append(difference(case, draw))
     sys.stdout.write(json.dumps(errors))

@@ -106,13 +106,13 @@ PARKED_IN_LOOP = {(192, False, "backward_key")}
 BLOCK_PARKED_BYTES = {(128, True, False): 16, (128, False, True): 36, (128, True, True): 20}
 
 
-def assembled(source: ASTSource, options: dict[str, int | None]):
-    """A kernel for sm_90a, and what the assembler said of its registers and spills when Triton called it."""
+def assembled(source: ASTSource, options: dict[str, int | None], capability: int = 90):
+    """A kernel for sm_90a or another GPU, and what the assembler said of its registers and spills."""
     said = io.StringIO()
     # A kernel from Triton's cache would not be assembled.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert "spill stores" in said.getvalue()
     return kernel, said.getvalue()
 
