@@ -28,6 +28,8 @@ FEW_PAIRS = 2**22
 FEW_ROWS, JOINED_GROUPS = 8, 64
 # Groups with as many keys are not joined.
 MANY_KEYS = 2**16
+# Heads with the same keys are computed together, up to this many scores, or values of keys: 128 MiB in float64.
+JOINED_VALUES = 2**24
 
 _cached: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("cached", default=None)
 _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
@@ -35,15 +37,17 @@ _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
-    rows in the sample.
+    """Some rows of some heads, and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
+    rows in the sample; `heads`: of q; `kv_heads`: of k and v, each for as many of `heads`, in the same order.
 
+    G rows of a key head are those of all its heads in the block: tensors of the block have the shape [B, K', G, ·].
     given: [parts, M] bool, whether each part of the pattern gives each key. log_counts: [M] float64, log of the number
-    of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0. begin: the first key if
+    of parts that do. seen: [G, M] bool. C is that number where a row sees the key, else 0. begin: the first key if
     they are consecutive, so that they are read in place.
     """
 
-    head: int
+    heads: range
+    kv_heads: range
     index: Tensor
     rows: Tensor
     keys: Tensor
@@ -52,20 +56,34 @@ class Block:
     seen: Tensor
     begin: int | None = None
 
-    def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """A copy of the block's keys of k or v, [B, M, D]."""
-        kv_head = self.head // workload.group_size
+    def gather(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The block's rows of x [B, R, H, ...], by default of sampled rows: [B, K', G, ...]."""
+        found = x[:, self.index if rows is None else rows, _slice(self.heads)].transpose(1, 2)
+        return found.reshape(found.shape[0], len(self.kv_heads), -1, *found.shape[3:])
+
+    def scatter(self, x: Tensor, values: Tensor) -> None:
+        """Write what `gather` reads."""
+        rows = values.reshape(values.shape[0], len(self.heads), -1, *values.shape[3:])
+        x[:, self.index, _slice(self.heads)] = rows.transpose(1, 2)
+
+    def add_keys(self, x: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Add values [B, K', S', D] to x [B, S, K, D] at `slots`, all different."""
+        x[:, slots, _slice(self.kv_heads)] += values.transpose(1, 2)
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of the block's keys of k or v, [B, K', M, D]."""
         # Over ranks only the rows of some keys are known.
         if self.begin is not None and isinstance(x, Tensor):
-            return x[:, self.begin : self.begin + len(self.keys), kv_head].to(dtype, copy=True)
-        return x[:, :, kv_head].index_select(1, self.keys).to(dtype)
+            found = x[:, self.begin : self.begin + len(self.keys), _slice(self.kv_heads)]
+            return found.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return x[:, self.keys, _slice(self.kv_heads)].transpose(1, 2).to(dtype)
 
     def paired(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
-        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale, self.take(k, workload, dtype)
+        """The block's queries [B, K', G, D], times the scale of the softmax, and its keys [B, K', M, D]."""
+        return self.gather(q, self.rows).to(dtype) * workload.softmax_scale, self.take(k, dtype)
 
     def scores(self, queries: Tensor, keys: Tensor, softcap: float | None = None) -> Tensor:
-        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key.
+        """queries·keys + log C, [B, K', G, M], in the accumulation dtype; -inf if a row does not see the key.
 
         softcap: products s become softcap · tanh(s / softcap).
         """
@@ -84,6 +102,10 @@ class Block:
     def branches(self, dtype: torch.dtype) -> Tensor:
         """[parts, M]: the share of each key's weight that each part has; the parts that give a key share it equally."""
         return self.given.to(dtype) / self.given.sum(0)
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop, indices.step)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -165,7 +187,7 @@ class _Group(NamedTuple):
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
-    only = _only.get()
+    only, width = _only.get(), max(workload.head_dim, workload.value_width)
     for alike in alike_heads(workload):
         heads = alike if only is None else [head for head in alike if head in only]
         # Heads with one selection share its keys, because finding them may take longer than attention.
@@ -196,8 +218,29 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 index = torch.searchsorted(rows, positions - workload.first_row).to(device)
                 queries = here - workload.first_row
                 begin = None if group.begin is None else group.begin + reached.start
-                for head in heads:
-                    yield Block(head, index, queries, keys, group.given[:, reached], log_counts[reached], seen, begin)
+                given, counts = group.given[:, reached], log_counts[reached]
+                values = batch * len(keys) * max(len(here), -(-width // workload.group_size))
+                for of_q, of_k in _joined_heads(heads, workload.group_size, max(1, JOINED_VALUES // values)):
+                    of_rows = seen.repeat(len(of_q) // len(of_k), 1)
+                    yield Block(of_q, of_k, index, queries, keys, given, counts, of_rows, begin)
+
+
+def _joined_heads(heads: Sequence[int], group_size: int, most: int) -> Iterator[tuple[range, range]]:
+    """Parts of at most `most` of the heads, evenly spaced, and their key heads, each for equally many of them."""
+    first = 0
+    while first < len(heads):
+        part = heads[first : first + most]
+        begin, step = part[0], part[1] - part[0] if len(part) > 1 else 1
+        count = next((at for at, head in enumerate(part) if head != begin + at * step), len(part))
+        if step == 1:
+            # Whole groups of heads that share keys, or heads of one group.
+            whole = 0 if begin % group_size else count // group_size * group_size
+            count = whole or min(count, group_size - begin % group_size)
+        elif step % group_size:
+            count = 1
+        last, key_step = begin + (count - 1) * step, max(1, step // group_size)
+        yield range(begin, last + 1, step), range(begin // group_size, last // group_size + 1, key_step)
+        first += count
 
 
 def _groups(workload: Workload, head: int, positions: Tensor, device: torch.device) -> Iterator[_Group]:

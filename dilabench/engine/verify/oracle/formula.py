@@ -70,12 +70,12 @@ def softmax_rows(
     has_mass = zeros is not None or sink is not None
     for block in blocks(workload, rows, q):
         scores = block.scores(*block.paired(q, k, workload, dtype), workload.softcap)
-        block_lse, values = scores.logsumexp(-1), block.take(v, workload, dtype)
+        block_lse, values = scores.logsumexp(-1), block.take(v, dtype)
         if has_mass:
-            block_lse = torch.logaddexp(block_lse, lse[:, block.head, block.index])
-        lse[:, block.head, block.index] = block_lse
+            block_lse = torch.logaddexp(block_lse, block.gather(lse.mT))
+        block.scatter(lse.mT, block_lse)
         weights = (scores.sub_ if each is None else scores.sub)(finite(block_lse)).exp_().to(dtype)
-        out[:, block.index, block.head] = weights @ values
+        block.scatter(out, weights @ values)
         if each is not None:
             each(block, scores, weights, values)
     return out, lse
@@ -191,31 +191,31 @@ def softmax_rows_backward(
     dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], x.shape[3], dtype=wide) for x in (q, dout))
     zeros = zero_keys(workload, rows, q.device) if workload.pattern.is_detached else None
     for block in blocks(workload, rows, q):
-        row_dout, row_lse = dout[:, block.index, block.head].to(dtype), lse[:, block.head, block.index]
+        row_dout, row_lse = block.gather(dout).to(dtype), block.gather(lse.mT)
         queries, block_keys = block.paired(q, k, workload, dtype)
         scores = block.scores(queries, block_keys, workload.softcap)
-        weight_grad = (row_dout @ block.take(v, workload, dtype).mT).to(scores.dtype)
+        weight_grad = (row_dout @ block.take(v, dtype).mT).to(scores.dtype)
         weights = scores.sub_(finite(row_lse)).exp_().to(dtype).to(scores.dtype)
         if workload.pattern.is_detached:
             masses = None
             if zeros is not None:
-                masses = zeros[:, block.head, block.index, None] * finite(row_lse).neg().exp()[:, None]
+                masses = block.gather(zeros.mT)[..., None] * finite(row_lse).neg().exp()[:, None]
             score_grad = _detached(block, weights, weight_grad, masses).to(dtype)
         else:
-            mean = (row_dout * out[:, block.index, block.head]).to(scores.dtype).sum(-1, keepdim=True)
+            mean = (row_dout * block.gather(out)).to(scores.dtype).sum(-1, keepdim=True)
             score_grad = (weights * (weight_grad - mean)).to(dtype)
         if workload.softcap is not None:
             score_grad = (score_grad * block.slopes(queries, block_keys, workload.softcap)).to(dtype)
-        dq[:, block.index, block.head] = score_grad @ block_keys * workload.softmax_scale
-        chosen, slot = chosen_keys(block, slots)
-        kv_head = block.head // workload.group_size
-        dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ queries).to(wide))
-        dv[:, :, kv_head].index_add_(1, slot, (weights.to(dtype)[..., chosen].mT @ row_dout).to(wide))
+        block.scatter(dq, score_grad @ block_keys * workload.softmax_scale)
+        if size:
+            chosen, slot = chosen_keys(block, slots)
+            block.add_keys(dk, slot, (score_grad[..., chosen].mT @ queries).to(wide))
+            block.add_keys(dv, slot, (weights.to(dtype)[..., chosen].mT @ row_dout).to(wide))
     return dq, dk.to(dtype), dv.to(dtype)
 
 
 def _detached(block: Block, weights: Tensor, weight_grad: Tensor, masses: Tensor | None) -> Tensor:
-    """dS of a detached merge. masses: [B, parts, R, 1], the share of each part's zero keys in the merged softmax."""
+    """dS of a detached merge. masses: [B, parts, K', G, 1], the shares of zero keys in the merged softmax."""
     score_grad = torch.zeros_like(weights)
     for part, branch in enumerate(block.branches(weights.dtype)):
         share = weights * branch
