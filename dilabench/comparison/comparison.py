@@ -90,8 +90,9 @@ def imprecise_pairs(pairs: Sequence[ComparedPair]) -> list[ComparedPair]:
 
 def is_measured(row: Row | None) -> bool:
     """The row has samples of an output that was verified, and no note says that its time cannot be true."""
-    measured = row is not None and isinstance(row.outcome, Measured) and row.outcome.verification.passed
-    return measured and not is_impossible(row)
+    if row is None or not isinstance(row.outcome, Measured):
+        return False
+    return row.outcome.verification.passed and not is_impossible(row)
 
 
 def is_wrong(row: Row | None) -> bool:

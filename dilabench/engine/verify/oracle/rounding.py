@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
-from dilabench.engine.verify.oracle.blocks import Block, blocks
+from dilabench.engine.verify.oracle.blocks import Block, RowsOf, blocks
 from dilabench.engine.verify.oracle.formula import (
     at_keys,
     chosen_keys,
     finite,
     gradient_terms,
     key_slots,
+    own_keys,
     softmax_rows,
 )
 from dilabench.engine.verify.oracle.sums import attentions, is_sum
@@ -31,7 +32,7 @@ class Rows(NamedTuple):
     lse_size: Tensor
 
 
-def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
+def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: RowsOf, weight_ulps: float) -> Rows:
     """Return the results of `attend_rows` in float64 and, from the same pass, their natural sizes.
 
     The size of out is sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). The size of lse is
@@ -53,7 +54,7 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     return Rows(torch.stack(outs).sum(0), torch.cat(lses, 1), torch.stack(sizes).sum(0), torch.cat(lse_sizes, 1))
 
 
-def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
+def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: RowsOf, weight_ulps: float) -> Rows:
     size = q.new_zeros(q.shape[0], len(rows), q.shape[2], v.shape[3], dtype=torch.float64)
     lse_size = q.new_zeros(q.shape[0], q.shape[2], len(rows), dtype=torch.float64)
 
@@ -128,7 +129,7 @@ def gradient_sizes(
     v: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +138,7 @@ def gradient_sizes(
         return _sizes_of_softmax(dout, q, k, v, lse, workload, rows, keys, gradients)
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     for terms in gradient_terms(dout, q, k, v, gradients[0], lse, workload, rows, keys, torch.float64):
-        attention, wanted = terms.attention, keys if terms.attention.pool == 1 else None
+        attention, wanted = terms.attention, own_keys(terms.attention, keys)
         sizes = _sizes_of_softmax(
             terms.dout, q, terms.keys, terms.values, terms.lse, attention.workload, rows, wanted, terms.own
         )
@@ -154,13 +155,13 @@ def _sizes_of_softmax(
     v: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     dtype = TORCH_DTYPE[workload.dtype]
-    slots = key_slots(keys, k.shape[1], q.device)
+    slots = key_slots(keys, k.shape[1], q.device) if dk.shape[1] else None
     for block in blocks(workload, rows, q):
         queries, block_keys = block.paired(q, k, workload, torch.float64)
         share, doubt = _shares(block, queries, block_keys, lse, workload.softcap)
