@@ -119,14 +119,10 @@ def earlier_heads(index: int, moments: Sequence[Moment]) -> Tensor:
 
     Either all moments are of rows or none is. Operators are the same for all moments, whatever their changes.
     """
-    x = torch.stack(
-        [
-            moment.tensor.detach()[moment.batch, :, moment.head][
-                slice(None) if moment.row is None else slice(moment.row, moment.row + 1)
-            ]
-            for moment in moments
-        ]
-    )
+    found = []
+    for tensor, _, _, batch, head, row in moments:
+        found.append(tensor.detach()[batch, slice(None) if row is None else slice(row, row + 1), head])
+    x = torch.stack(found)
     # Sign patterns by address, as few of them change tensors again and again; which of them each product has.
     patterns: dict[int, tuple[int, Tensor]] = {}
     products: list[list[int]] = []
