@@ -56,8 +56,9 @@ def exit_code_for(
 ) -> ExitCode:
     """The exit code of a command: the gravest condition that holds; OK if none does.
 
-    wrong: an output. failed: a case, in another way. slower: a time, or a peak that is larger. broken: a plug-in, or
-    the environment. nothing: no case was measured, verified or compared. incomplete: none of some length was measured.
+    wrong: an output, or a time that cannot be true. failed: a case, in another way. slower: a time, or a peak that is
+    larger. broken: a plug-in, or the environment. nothing: no case was measured, verified or compared. incomplete: none
+    of some length was measured.
     """
     holds = (interrupted, wrong, failed, slower, undecided, broken, nothing, incomplete)
     return next((code for code, true in zip(GRAVEST_FIRST, holds, strict=True) if true), ExitCode.OK)

@@ -158,7 +158,7 @@ SENT_BYTES = Counter("sent_bytes", "sent to other ranks in one call, by the rank
 RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one call, by the rank with most", "bytes")
 
 # Among a record's ceilings.
-COPY_KEY = "copy_bytes_per_s"
+COPY_KEY, READ_KEY = "copy_bytes_per_s", "read_bytes_per_s"
 
 # Kinds of messages between ranks. Each has two counters in addition to the sums, 'sent_keys_bytes' and so on.
 TRAFFIC: Mapping[str, str] = {
@@ -274,6 +274,11 @@ def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
     """
     own, half = ceilings.get(matmul_key(dtype)), ceilings.get(matmul_key(TENSOR_CORE_DTYPE))
     return own if dtype != "float32" or half is None else max(own or 0.0, half / 3)
+
+
+def peak_bandwidth(ceilings: Mapping[str, float]) -> float | None:
+    """The highest bytes/s of memory, by a record's ceilings; None if unknown. Older records have no rate of reading."""
+    return max((ceilings[key] for key in (COPY_KEY, READ_KEY) if key in ceilings), default=None)
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:

@@ -409,8 +409,8 @@ app = typer.Typer(
     cls=Commands,
     help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
-    "5 wrong output, 6 regression, 7 undecided (if asked), 8 nothing measured, 9 incomplete (a length without a "
-    "row), 130 interrupted (Ctrl-C, SIGTERM, SIGHUP) with results saved.",
+    "5 wrong output or a time that cannot be true, 6 regression, 7 undecided (if asked), 8 nothing measured, "
+    "9 incomplete (a length without a row), 130 interrupted (Ctrl-C, SIGTERM, SIGHUP) with results saved.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

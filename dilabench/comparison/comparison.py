@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dilabench.comparison.view import is_impossible
 from dilabench.record import Case, Failed, Measured, Row, Skipped
 from dilabench.stats.decisions.memory import MemoryVerdict
 from dilabench.stats.decisions.verdicts import Verdict
 
 Route = Literal["interleaved", "stored"]
 Selection = Callable[[Case], bool]
-Lack = Literal["missing", "new", "skipped", "failed", "wrong output", "not comparable"]
+Lack = Literal["missing", "new", "skipped", "failed", "wrong output", "impossible time", "not comparable"]
 
 ABSENT = "not in the record"
 
@@ -88,8 +89,10 @@ def imprecise_pairs(pairs: Sequence[ComparedPair]) -> list[ComparedPair]:
 
 
 def is_measured(row: Row | None) -> bool:
-    """The row has samples of an output that was verified."""
-    return row is not None and isinstance(row.outcome, Measured) and row.outcome.verification.passed
+    """The row has samples of an output that was verified, and no note says that its time cannot be true."""
+    if row is None or not isinstance(row.outcome, Measured):
+        return False
+    return row.outcome.verification.passed and not is_impossible(row)
 
 
 def is_wrong(row: Row | None) -> bool:
@@ -109,7 +112,9 @@ def ending(row: Row | None) -> str:
         return f"skipped: {outcome.why}"
     if isinstance(outcome, Failed):
         return f"failed at {outcome.stage}: {outcome.why}"
-    return "measured" if outcome.verification.passed else "measured, but the output is wrong"
+    if not outcome.verification.passed:
+        return "measured, but the output is wrong"
+    return "measured, but the time cannot be true" if is_impossible(row) else "measured"
 
 
 def lack_of(candidate: Row | None) -> Lack | None:
@@ -120,6 +125,8 @@ def lack_of(candidate: Row | None) -> Lack | None:
         return "missing"
     if is_measured(candidate):
         return None
+    if is_impossible(candidate):
+        return "impossible time"
     return "failed" if isinstance(candidate.outcome, Failed) else "skipped"
 
 

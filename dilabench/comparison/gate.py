@@ -20,16 +20,16 @@ CaseIds = Collection[str]
 def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "larger")) -> ExitCode:
     """The gravest thing that a comparison found. `fail_on` may hold "slower", "larger" and "undecided".
 
-    Wrong output counts always, and so does a case that the baseline had measured and that now fails. Slower pairs and
-    larger peaks count as regressions; `undecided` also counts cases without a verdict that the baseline has. A
-    comparison without any pair counts as "nothing compared".
+    Wrong output and times that cannot be true count always, and so does a case that the baseline had measured and that
+    now fails. Slower pairs and larger peaks count as regressions; `undecided` also counts cases without a verdict that
+    the baseline has. A comparison without any pair counts as "nothing compared".
     """
     rest, pairs = comparison.uncompared, comparison.pairs
     undecided = any(pair.verdict.code is Code.UNDECIDED for pair in pairs) or any(case.regressed for case in rest)
     slower = "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs)
     larger = "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs)
     return exit_code_for(
-        wrong=any(case.lack == "wrong output" for case in rest),
+        wrong=any(case.lack in ("wrong output", "impossible time") for case in rest),
         failed=any(case.lack == "failed" and case.regressed for case in rest),
         slower=slower or larger,
         undecided="undecided" in fail_on and undecided and bool(pairs),

@@ -36,6 +36,9 @@ from dilabench.workload.spec import flops
 # More pairs, or samples, at once save no more time, and each takes memory.
 ESTIMATED_TOGETHER, LOCATED_TOGETHER = 256, 2**15
 
+# The verdict with exit code 5 if no output is wrong.
+IMPOSSIBLE_TIME = "A TIME CANNOT BE TRUE"
+
 Side = Literal["baseline", "candidate"]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.

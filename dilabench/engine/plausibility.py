@@ -10,11 +10,11 @@ from dilabench.machine import device_named
 from dilabench.metadata import (
     ABOVE_PEAK_BANDWIDTH,
     ABOVE_PEAK_FLOPS,
-    COPY_KEY,
     INTERFERENCE,
     NOTES,
     SLOW_RANK,
     WORK_KEPT,
+    peak_bandwidth,
     peak_flops,
 )
 from dilabench.plugins.descriptors import Backend
@@ -59,7 +59,7 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
     limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), peak_flops(ceilings, workload.dtype))]
     if facts.own_memory:
-        limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), ceilings.get(COPY_KEY)))
+        limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), peak_bandwidth(ceilings)))
     for kind, work, ceiling in limits:
         if ceiling and work / seconds > margin * ceiling:
             yield kind.note(

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.comparison.view import lengths_without_rows
+from dilabench.comparison.comparison import is_wrong
+from dilabench.comparison.view import IMPOSSIBLE_TIME, lengths_without_rows
 from dilabench.engine.progress import Progress
 from dilabench.errors import ExitCode, heed, interruption
 from dilabench.metadata import note_text
@@ -122,6 +123,8 @@ def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
     """The line that a CI log ends with. `saved`: a file of the run is there."""
     counts = Counter("could not run" if row.planned.skip else row.outcome.status for row in record.rows)
     word = VERDICTS[code]
+    if code is ExitCode.WRONG_OUTPUT and not any(map(is_wrong, record.rows)):
+        word = IMPOSSIBLE_TIME
     missing = len(without_time(record))
     if code in (ExitCode.OK, ExitCode.INCOMPLETE) and (lengths := lengths_without_rows(record)):
         word = f"{word}, no row at length {', '.join(map(format_count, lengths))}"

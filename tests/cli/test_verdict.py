@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from dilabench.cli.compare.verdict_view import final_lines
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.gate import exit_code as compared_exit_code
 from dilabench.errors import ExitCode
 from dilabench.metadata import ABOVE_PEAK_FLOPS, WAY
 from dilabench.record import (
@@ -16,19 +19,23 @@ from dilabench.record import (
     Row,
     RunRecord,
     Skipped,
+    Slot,
+    Timing,
     Verification,
 )
 from dilabench.report.content import headline
 from dilabench.runs import execution
 from dilabench.runs.execute import verdict
 from dilabench.runs.execution import exit_code
+from dilabench.stats.decisions.decide import Policy
 from dilabench.workload.spec import Workload
 from tests.conftest import interrupting_once
 
 WORKLOAD = Workload(
     pattern={"kind": "dense"}, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24, dtype="float16"
 )
-MEASURED = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=())
+TIMING = Timing(timer="wall", proves="p", slots=(Slot(samples_ns=(1000, 1010, 1020)),))
+MEASURED = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=(TIMING,))
 SKIPPED = Skipped(code="unsupported", why="needs cuda, have cpu")
 CRASHED = Failed(stage="time", code="out_of_memory", why="out of memory")
 HUNG = Failed(stage="verify", code="timeout", why="no answer within 10 s")
@@ -121,9 +128,36 @@ def test_a_search_goes_on_until_a_length_has_no_row():
     assert exit_code(found) is ExitCode.OK
 
 
-def test_a_time_that_cannot_be_true_is_wrong_output():
-    note = ABOVE_PEAK_FLOPS.note("9e15 FLOP/s is more than this device can do")
-    assert exit_code(record(MEASURED, MEASURED.model_copy(update={"notes": (note,)}))) is ExitCode.WRONG_OUTPUT
+IMPOSSIBLE = MEASURED.model_copy(update={"notes": (ABOVE_PEAK_FLOPS.note("9e15 FLOP/s is more than it can do"),)})
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word"),
+    [
+        ((MEASURED, IMPOSSIBLE), "A TIME CANNOT BE TRUE"),
+        ((MEASURED, WRONG), "WRONG OUTPUT"),
+        ((IMPOSSIBLE, WRONG), "WRONG OUTPUT"),
+        ((IMPOSSIBLE, CRASHED), "A TIME CANNOT BE TRUE"),
+    ],
+    ids=["time", "output", "both", "time, and a crash"],
+)
+def test_exit_code_5_says_whether_an_output_or_a_time_is_wrong(outcomes, word):
+    found = record(*outcomes)
+    assert exit_code(found) is ExitCode.WRONG_OUTPUT
+    assert verdict(found, exit_code(found)).startswith(f"verdict: {word} (")
+
+
+@pytest.mark.parametrize(
+    ("new", "word"), [(IMPOSSIBLE, "A TIME CANNOT BE TRUE"), (WRONG, "WRONG OUTPUT")], ids=["time", "output"]
+)
+def test_compare_says_whether_an_output_or_a_time_is_wrong(new, word):
+    old = record(MEASURED, MEASURED)
+    comparison = compare_across([old], [record(MEASURED, new)], policy=Policy())
+    code = compared_exit_code(comparison)
+    assert code is ExitCode.WRONG_OUTPUT
+    assert final_lines(comparison, code).splitlines()[-1].startswith(f"verdict: {word} (")
+    (lacking,) = comparison.uncompared
+    assert lacking.regressed
 
 
 def test_the_verdict_counts_the_rows():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dilabench.engine.plausibility import suspicions
 from dilabench.impls.visible_keys import multiplicity
-from dilabench.metadata import COPY_KEY
+from dilabench.metadata import COPY_KEY, READ_KEY
 from dilabench.patterns import dilated as dilated_pattern
 from dilabench.record import Case, Check, Measured, PlannedCase, Row, Slot, Timing, Verification
 from dilabench.workload.lower_bounds import least_bytes, reached_rows
@@ -94,3 +94,18 @@ def test_reading_a_quarter_of_the_rows_is_not_suspicious_at_three_quarters_of_th
     outcome = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=(timing,))
     row = Row(planned=PlannedCase(case=Case(implementation="gather", workload=one)), outcome=outcome)
     assert suspicions(row, {COPY_KEY: copied_per_s}, "cuda") == ()
+
+
+@pytest.mark.parametrize(
+    ("read_per_s", "share", "is_impossible"),
+    [(None, 1.05, False), (None, 1.2, True), (1.2e12, 1.2, False), (1.2e12, 1.5, True), (0.5e12, 1.2, True)],
+)
+def test_reading_may_be_faster_than_a_copy(read_per_s, share, is_impossible):
+    """Decoding only reads: its limit is the larger of the two rates. Old records have that of a copy alone."""
+    one = workload({"kind": "dense"}, seq_len=4096, query_len=1, num_heads=8, num_kv_heads=8)
+    seconds = least_bytes(one) / (share * 1e12)
+    timing = Timing(timer="cold", proves="p", slots=(Slot(samples_ns=(round(seconds * 1e9),)),))
+    outcome = Measured(verification=Verification(checks=(Check(name="out", passed=True),)), timings=(timing,))
+    row = Row(planned=PlannedCase(case=Case(implementation="dense", workload=one)), outcome=outcome)
+    ceilings = {COPY_KEY: 1e12} | ({} if read_per_s is None else {READ_KEY: read_per_s})
+    assert [note.code for note in suspicions(row, ceilings, "cuda")] == ["above_peak_bandwidth"] * is_impossible

@@ -99,8 +99,8 @@ def check(
     Sessions are added until every case is slower, faster, or no change above 10 % or the threshold is seen, or until
     the budget ends. A case that looks slower or faster is measured again in fresh sessions, and only these decide. One
     stored session is enough; more of them (`baseline save --add`) find smaller changes. Exit codes: 0 fine, 3 another
-    machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with --fail-on undecided), 8 nothing
-    measured.
+    machine, 4 a case fails now, 5 wrong output or a time that cannot be true, 6 regression, 7 undecided (with
+    --fail-on undecided), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown

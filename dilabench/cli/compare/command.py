@@ -69,8 +69,8 @@ def compare(
 
     More than two are compared each with each, as a matrix.
 
-    Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output, 6 slower or larger than BASE, 7 undecided
-    (with --fail-on undecided), 8 nothing to compare. The first of several runs is BASE.
+    Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output or a time that cannot be true, 6 slower or
+    larger than BASE, 7 undecided (with --fail-on undecided), 8 nothing to compare. The first of several runs is BASE.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.comparison.across import refuse_other_machine

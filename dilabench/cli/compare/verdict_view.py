@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import print_items, print_table, say, say_folded, say_page
 from dilabench.comparison.gate import anything_decided, anything_worse
+from dilabench.comparison.view import IMPOSSIBLE_TIME
 from dilabench.errors import ExitCode, gravest
 from dilabench.record import Case
 from dilabench.report.columns import Column, case_name, implementation_text, pair_columns, workload_title
@@ -203,6 +204,8 @@ def final_lines(comparison: "Comparison", code: ExitCode, way_out: Sequence[str]
     parts += [f"{len(comparison.uncompared)} not compared"] if comparison.uncompared else []
     if code is not ExitCode.OK:
         word = WORDS[code]
+        if code is ExitCode.WRONG_OUTPUT and all(case.lack != "wrong output" for case in comparison.uncompared):
+            word = IMPOSSIBLE_TIME
     elif not anything_decided(comparison):
         word = "UNDECIDED"
     else:

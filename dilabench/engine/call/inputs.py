@@ -1,9 +1,12 @@
 """Random inputs of a workload, made once per workload group and shared by its implementations."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dilabench.workload.spec import Workload
@@ -76,45 +79,118 @@ class ChangeLog:
 
         row: of this row alone, [1, D].
         """
-        rows = slice(None) if row is None else slice(row, row + 1)
-        x, begin = tensor.detach()[batch, rows, head].clone(), row or 0
+        return earlier_heads(index, [Moment(tensor, self, count, batch, head, row)])[0]
+
+    def since(self, index: int, count: int) -> list[tuple[int, tuple[int, int] | None]]:
+        """The changes of tensor number `index` after the first `count`: number and place, None for the whole tensor."""
+        return [
+            (number, place)
+            for number, (changed, place, _) in enumerate(self._changes[count:], count)
+            if changed == index
+        ]
+
+    def values(self, number: int) -> Tensor:
+        """The signs [D], or the old row [..., D], of a change."""
+        return self._changes[number][2]
+
+    def seed_before(self, index: int, count: int) -> tuple[bool, int | None]:
+        """Whether tensor number `index` is redrawn by seeds, and that of the last draw before `count` if it was drawn
+        again since then.
+        """
         seeds = [(number < count, seed) for number, at, seed in self._drawn if at == index]
-        if seeds:
-            # If it was drawn again since then: the seed of the last draw before.
-            if not seeds[-1][0]:
-                before = [seed for is_before, seed in seeds if is_before]
-                drawn_head(x, tensor, before[-1], batch, head, begin)
-            return x
-        signs: list[Tensor] = []
-        first: dict[int, tuple[Tensor, int]] = {}
-        for changed, place, values in self._changes[count:]:
-            if changed != index:
-                continue
+        if not seeds or seeds[-1][0]:
+            return bool(seeds), None
+        return True, [seed for is_before, seed in seeds if is_before][-1]
+
+
+class Moment(NamedTuple):
+    """One head of one batch item of a tensor [B, N, H, D], when `changes.now` was `at`; row: of this row alone."""
+
+    tensor: Tensor
+    changes: ChangeLog
+    at: int
+    batch: int
+    head: int
+    row: int | None = None
+
+
+def earlier_heads(index: int, moments: Sequence[Moment]) -> Tensor:
+    """Copies [I, N, D] of heads of tensors number `index` of their sets, or of single rows [I, 1, D], as they were.
+
+    Either all moments are of rows or none is. Operators are the same for all moments, whatever their changes.
+    """
+    found = []
+    for tensor, _, _, batch, head, row in moments:
+        found.append(tensor.detach()[batch, slice(None) if row is None else slice(row, row + 1), head])
+    x = torch.stack(found)
+    # Sign patterns by address, as few of them change tensors again and again; which of them each product has.
+    patterns: dict[int, tuple[int, Tensor]] = {}
+    products: list[list[int]] = []
+    # Rows that were overwritten: item, row, its values, the signs before it.
+    places: list[tuple[int, int]] = []
+    values: list[Tensor] = []
+    for item, (tensor, changes, count, batch, head, row) in enumerate(moments):
+        is_drawn, seed = changes.seed_before(index, count)
+        if is_drawn:
+            if seed is not None:
+                drawn_head(x[item], tensor, seed, batch, head, row or 0)
+            continue
+        signs: list[int] = []
+        first: dict[int, list[int]] = {}
+        for number, place in changes.since(index, count):
+            changed = changes.values(number)
             if place is None:
-                signs.append(values)
+                signs.append(patterns.setdefault(changed.data_ptr(), (len(patterns), changed))[0])
             elif place[0] == batch and place[1] not in first and row in (None, place[1]):
-                first[place[1]] = values.reshape(tensor.shape[2:])[head], len(signs)
-        places = torch.tensor([at - begin for at in first], dtype=torch.int64, device=x.device)
-        if first:
-            x[places] = torch.stack([values for values, _ in first.values()])
-        if not signs:
-            return x
-        # The first values of the whole tensor keep their signs; in a small tensor they span several batch items.
-        per_row, same = tensor[0, 0].numel(), SAME_VALUES - batch * tensor[0].numel()
-        unsigned = x[: max(0, -(-same // per_row) - begin)].clone()
-        products = torch.stack([torch.ones_like(signs[0]), *signs]).float().cumprod(0).to(x.dtype)
-        if first:
-            numbers = torch.tensor([number for _, number in first.values()], device=x.device)
-            changed_rows = x[places] * products[numbers]
-            x.mul_(products[-1])
-            x[places] = changed_rows
-        else:
-            x.mul_(products[-1])
-        if len(unsigned):
-            flat = torch.arange(begin, begin + len(unsigned), device=x.device)[:, None] * per_row
-            flat = flat + head * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-            x[: len(unsigned)] = torch.where(flat < same, unsigned, x[: len(unsigned)])
-        return x
+                first[place[1]] = [*signs]
+                places.append((item, place[1] - (row or 0)))
+                values.append(changed.reshape(tensor.shape[2:])[head])
+        products += [[item, -1, *signs], *([item, at - (row or 0), *before] for at, before in first.items())]
+    if values:
+        item_of, at = torch.tensor(places, device=x.device).T
+        x[item_of, at] = torch.stack(values)
+    if patterns:
+        _change_signs(x, moments, products, torch.stack([signs for _, signs in patterns.values()]))
+    return x
+
+
+def _change_signs(x: Tensor, moments: Sequence[Moment], products: Sequence[Sequence[int]], patterns: Tensor) -> None:
+    """Multiply items of x [I, N, D], and rows of them, by products of patterns [P, D] of signs: (item, row, pattern,
+    ...); row -1 stands for all rows of the item that no product names.
+    """
+    odd = np.zeros((len(products), len(patterns)), np.float32)
+    for number, (_, _, *factors) in enumerate(products):
+        for factor in factors:
+            odd[number, factor] = 1 - odd[number, factor]
+    negative = torch.from_numpy(odd).to(x.device) @ (patterns < 0).float()
+    signs = (1 - 2 * negative.remainder_(2)).to(x.dtype)
+    # The first values of the whole tensor keep their signs; in a small tensor they span several batch items.
+    same = _kept_signs(x, moments)
+    before = x[:, : same.shape[1]].clone()
+    whole = [number for number, (_, row, *_) in enumerate(products) if row < 0]
+    single = [number for number, (_, row, *_) in enumerate(products) if row >= 0]
+    by_item = signs.new_ones(len(x), 1, x.shape[2])
+    by_item[[products[number][0] for number in whole], 0] = signs[whole]
+    if single:
+        item_of, at = torch.tensor([products[number][:2] for number in single], device=x.device).T
+        rows = x[item_of, at] * signs[single]
+        x.mul_(by_item)
+        x[item_of, at] = rows
+    else:
+        x.mul_(by_item)
+    if same.size:
+        x[:, : same.shape[1]] = torch.where(torch.from_numpy(same).to(x.device), before, x[:, : same.shape[1]])
+
+
+def _kept_signs(x: Tensor, moments: Sequence[Moment]) -> NDArray[np.bool_]:
+    """[I, R, D]: which values of the first R rows of x are among the first SAME_VALUES of their whole tensor."""
+    tensor = moments[0].tensor
+    length, heads, width = tensor.shape[1:]
+    begins = np.array([(moment.batch * length + (moment.row or 0)) * heads + moment.head for moment in moments])
+    reached = max(0, -(-(SAME_VALUES - int(begins.min()) * width) // (heads * width)))
+    flat = (begins[:, None] + np.arange(min(reached, x.shape[1])) * heads)[..., None] * width + np.arange(width)
+    same: NDArray[np.bool_] = flat < SAME_VALUES
+    return same
 
 
 def draw(x: Tensor, seed: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dilabench.machine import CPU, CUDA, device_named
-from dilabench.metadata import COPY_KEY, TENSOR_CORE_DTYPE, matmul_key
+from dilabench.metadata import COPY_KEY, READ_KEY, TENSOR_CORE_DTYPE, matmul_key
 
 # For the measurement of peak rates.
 REPEATS = 5
@@ -276,7 +276,8 @@ def resident_bytes(field: str) -> int:
 
 
 def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, float]:
-    """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count).
+    """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count) and
+    of a sum, which only reads.
 
     In float32 also the rate of tensor cores, if any, which bounds it too (`metadata.peak_flops`). Without tensor cores
     half precision may be multiplied in float32, so its rate is the larger of the two.
@@ -305,6 +306,7 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, f
     source = torch.ones(hardware.facts.copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), hardware)
+    ceilings[READ_KEY] = source.nbytes / _best_seconds(source.sum, hardware)
     return ceilings
 
 

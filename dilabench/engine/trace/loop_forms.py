@@ -74,7 +74,7 @@ def _growing_blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Blo
     """A block that is larger than all before it, after the one that still lives when it is made, and two as large."""
     largest, before, alike = 0, None, 0
     for block in blocks(workload, rows, q):
-        size = len(block.rows) * len(block.keys)
+        size = block.seen.numel()
         alike = 0 if size > LARGER * largest else alike + (LARGER * size >= largest)
         if size > LARGER * largest or (LARGER * size >= largest and alike <= 2):
             if before is not None:

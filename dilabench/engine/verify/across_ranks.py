@@ -6,7 +6,7 @@ Every rank has the same sample, gets the same rows and reaches the same verdict.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -72,19 +72,10 @@ class KnownRows:
         self.device = rows.device
         self.new_zeros, self.new_full = rows.new_zeros, rows.new_full
 
-    def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        """`x[:, rows, head]` as a tensor, or `x[:, :, head]` to select rows from."""
-        batches, rows, head = index
-        if isinstance(rows, slice):
-            return KnownRows(self.shape[1], self._positions, self._rows[batches, :, head])
-        return self._rows[batches, self._slots(rows), head]
-
-    def index_select(self, _dim: int, rows: Tensor) -> Tensor:
-        """The rows at some positions, [B, R, D]."""
-        return self._rows.index_select(1, self._slots(rows))
-
-    def _slots(self, positions: Tensor) -> Tensor:
-        return torch.searchsorted(self._positions, positions)
+    def __getitem__(self, index: tuple[slice, Tensor, slice]) -> Tensor:
+        """`x[:, rows, heads]`, [B, R, H', D]."""
+        batches, rows, heads = index
+        return self._rows[batches, torch.searchsorted(self._positions, rows), heads]
 
 
 class RanksOracle(InPlaceOracle):

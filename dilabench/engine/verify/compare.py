@@ -26,29 +26,29 @@ def compare(name: str, actual: Tensor, expected: Expected, axes: Axes, detail: s
         return Check(name=name, passed=True, error=0.0, tolerance=expected.tolerance, detail="nothing to compare")
     error = errors(actual, expected.value, expected.size)
     wrong = ~torch.isfinite(error)
-    if wrong.any():
-        place = wrong.flatten().int().argmax()
-        count = f"{int(wrong.sum())} of {wrong.numel()} values are not finite as expected"
-        value = float(actual.flatten()[place])
+    place = error.masked_fill(wrong, torch.inf).argmax()
+    of_place = [x.flatten()[place].double() for x in (error, actual, expected.value)]
+    # Read from the device together: each read waits for it.
+    largest, value, right, not_finite, at = torch.stack([*of_place, wrong.sum().double(), place.double()]).tolist()
+    worst = int(at)
+    if not_finite:
         return Check(
             name=name,
             passed=False,
             tolerance=expected.tolerance,
-            where=locate(place, error.shape, axes),
-            detail=f"{count}, here {value:g} instead of {float(expected.value.flatten()[place]):g}",
+            where=locate(worst, error.shape, axes),
+            detail=f"{int(not_finite)} of {wrong.numel()} values are not finite as expected, here {value:g} instead of "
+            f"{right:g}",
         )
-    place = error.flatten().argmax()
-    largest = float(error.flatten()[place])
     passed = largest <= expected.tolerance
     if not passed:
-        values = float(actual.flatten()[place]), float(expected.value.flatten()[place])
-        detail = f"{values[0]:g} instead of {values[1]:g}" + (f"; {detail}" if detail else "")
+        detail = f"{value:g} instead of {right:g}" + (f"; {detail}" if detail else "")
     return Check(
         name=name,
         passed=passed,
         error=largest,
         tolerance=expected.tolerance,
-        where=locate(place, error.shape, axes),
+        where=locate(worst, error.shape, axes),
         detail=detail,
     )
 

@@ -69,7 +69,7 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     zeros = zero_keys(workload, torch.arange(workload.rows), oracle.device)
     if zeros is not None:
         # Zero keys take a share of a row's weights that depends on its scores: the remaining sum is in [0, 1].
-        value = value.where(zeros.sum(0).T == 0, out.double().clamp(0.0, 1.0))
+        value = value.where(zeros[0].sum(0).T == 0, out.double().clamp(0.0, 1.0))
     expected = Expected(
         value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.second.ones_error)
     )

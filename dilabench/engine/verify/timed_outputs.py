@@ -1,8 +1,8 @@
 """The check of timed calls: rows of random calls, and the whole last call, on their own inputs.
 
-For 8 to 16 random calls, the first included (timed_calls.py), two rows of out and dq are compared with the oracle: the
-one whose query was changed just before the call, and a random one; batch items and head groups alternate. For some of
-these calls, dk and dv of a key are compared, too, from all rows that see it.
+For 8 to 16 random calls, the first included (timed_calls.py), two rows of out and dq are compared with the oracle
+(kept_rows.py): the one whose query was changed just before the call, and a random one; batch items and head groups
+alternate. For some of these calls, dk and dv of a key are compared, too, from all rows that see it.
 
 Each call must leave its inputs unchanged. last_call.py has the checks of the last one.
 """
@@ -11,34 +11,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from math import inf
 
 import torch
 from torch import Tensor
 
-from dilabench.engine.call.kept_call import KeptCall, KeptRow
+from dilabench.engine.call.kept_call import KeptCall
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT
+from dilabench.engine.verify.kept_rows import Past, key_checks, row_checks
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
 from dilabench.engine.verify.model_steps import kept_step_check
-from dilabench.engine.verify.oracle.blocks import blocks, blocks_cached, only_heads
-from dilabench.engine.verify.oracle.formula import attend_rows
+from dilabench.engine.verify.oracle.blocks import blocks_cached
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
-from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
-from dilabench.engine.verify.oracle.sums import is_sum
-from dilabench.engine.verify.oracle.tolerance import Expected, clamp_size_, eps
+from dilabench.engine.verify.oracle.tolerance import eps
 from dilabench.record import Check, CheckName, Verification
-from dilabench.workload.visibility import seen_by
 
 # dk and dv of a key take a pass over all rows that see it, and modules project all rows. At least LEAST_WHOLE calls are
 # checked so, and more within this share of the sampling time.
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
-# The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
-KEY_ULPS = 6.0
 # Allowed errors of a module's gradients against its copy's, in shares of the largest value, which compiled and other
 # kernels round otherwise; and the share of the largest gradient below which one may be rounding.
 LEAST_GRADIENT_ERROR, GRADIENT_ULPS, LEAST_OF_GRADIENTS = 1e-3, 16.0, 0.01
@@ -71,21 +65,26 @@ class TimedOutputs:
         timed = self._call.timed_calls
         known = timed.take_kept()
         kept = [call for call in known if call.drawn]
-        checks = [_inputs_check(call) for call in known if call.digests]
+        checks = list(_inputs_checks([call for call in known if call.digests]))
         if last is not None:
             # Exact and plain results are of the same rows.
             with blocks_cached():
                 checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
             if self._call.spec.takes != "heads" and self._call.world is None and last.gradients:
                 checks.append(_gradients_check(self._call, last, kept))
-        rows: list[tuple[int, int, int, int]] = []
-        for number, call in enumerate(kept):
+        rows = [(call.number, row.batch, row.position, row.head) for call in kept for row in call.rows if not row.key]
+        sound = [call for call in kept if _is_sound(self._call, call)]
+        for call in kept:
+            checks += _form_checks(call, is_sound=call in sound)
+        checks += _unchanged_checks(sound)
+        if self._call.spec.takes == "heads":
+            checks += row_checks(Past(self._call), sound, self._tolerances)
+        for number, call in enumerate(sound):
             # All ranks must reach the same verdict, so none decides by its own clock.
-            whole = number < LEAST_WHOLE or (
+            if number < LEAST_WHOLE or (
                 self._call.world is None and time.perf_counter_ns() - started < WHOLE_SHARE * self._sampled_ns
-            )
-            checks += kept_checks(self._call, call, self._tolerances, whole)
-            rows += [(call.number, row.batch, row.position, row.head) for row in call.rows if not row.key]
+            ):
+                checks += _whole_checks(self._call, call, self._tolerances)
         timed.release()
         self._sampled_ns = 0
         return Verification(
@@ -164,265 +163,65 @@ def _worst(checks: Sequence[Check]) -> Iterator[Check]:
         yield next(failed, max(of_name, key=lambda check: (check.error or 0.0) / (check.tolerance or 1.0)))
 
 
-def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], whole: bool) -> Iterator[Check]:
-    """The checks of a call with kept rows. whole: also those that take a pass over all rows."""
-    of = f"of timed call {kept.number + 1}"
+def _is_sound(call: PreparedCall, kept: KeptCall) -> bool:
+    """Whether a kept call returned one plain tensor of the right shape, on every rank."""
     sound = kept.form is None
-    if call.world is not None and not call.takes_whole:
-        sound = all(call.world.share(sound))
-    if not sound:
+    return all(call.world.share(sound)) if call.world is not None and not call.takes_whole else sound
+
+
+def _form_checks(kept: KeptCall, *, is_sound: bool) -> Iterator[Check]:
+    """The failed checks of a call with kept rows that need no numbers."""
+    if not is_sound:
         text = kept.form or "another rank's is not"
-        yield Check(name=CheckName.TIMED_FORM, passed=False, detail=f"{of}: {text}")
-        return
-    if kept.threads > 0:
+        yield Check(name=CheckName.TIMED_FORM, passed=False, detail=f"of timed call {kept.number + 1}: {text}")
+    elif kept.threads > 0:
         text = f"{kept.threads} threads that were started since the slot began still ran when a call had returned"
         yield Check(name=CheckName.TIMED_THREADS, passed=False, detail=text)
-    for row in kept.rows:
-        before, after = row.copies[:1], row.later
-        if not row.key and after and before[0] is not None and not _same(before[0], after[0]):
-            text = f"{of}: its values changed after the call had returned: not finished, or a later call wrote into it"
-            yield Check(name=CheckName.TIMED_KEPT, passed=False, detail=text)
+
+
+def _whole_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float]) -> Iterator[Check]:
+    """The checks of a call with kept rows that take a pass over all rows."""
     if call.spec.takes == "heads":
-        past = _Past(call, kept)
         for row in kept.rows:
-            if not row.key:
-                yield from _row_checks(past, row, tolerances, of)
-            elif whole:
-                yield from _key_checks(past, row, tolerances, of)
-    elif whole and call.spec.takes == "model":
-        yield kept_step_check(call, kept, of)
-    elif whole and call.world is None:
-        yield _kept_embeddings_check(call, kept, tolerances, of)
+            if row.key:
+                yield from key_checks(Past(call), kept, row, tolerances)
+    elif call.spec.takes == "model":
+        yield kept_step_check(call, kept, f"of timed call {kept.number + 1}")
+    elif call.world is None:
+        yield _kept_embeddings_check(call, kept, tolerances, f"of timed call {kept.number + 1}")
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether both hold the same numbers, NaN among them."""
-    return torch.equal(first.nan_to_num(0.0), second.nan_to_num(0.0)) and torch.equal(first.isnan(), second.isnan())
-
-
-def _inputs_check(kept: KeptCall) -> Check:
-    names = ("q", "k", "v") if len(kept.inputs.distinct) == 3 else ("the input",)
-    changed = [name for name, *both in zip(names, *kept.digests, strict=True) if not torch.equal(both[0], both[1])]
-    text = f"of timed call {kept.number + 1}: {' and '.join(changed)} held other numbers afterwards"
-    return Check(name=CheckName.TIMED_INPUTS, passed=not changed, detail=text if changed else None)
-
-
-class _Past:
-    """The numbers of one kept call, whole heads of one batch item at a time; over ranks each is put together."""
-
-    def __init__(self, call: PreparedCall, kept: KeptCall) -> None:
-        self.call, self.kept, self.workload = call, kept, call.workload
-        self.device = device_of(call.device).verifies_on
-        self.across = call.world if call.world is not None and not call.takes_whole else None
-        self._known: dict[tuple[int, int, int], Tensor] = {}
-
-    def head(self, index: int, batch: int, head: int, row: int | None = None) -> Tensor:
-        """[M, D] of q (0) or dout (3), [N, D] of k (1) or v (2); [1, D] of one row."""
-        key = index, batch, head
-        if key not in self._known:
-            found = self._earlier(*key, row)
-            if row is not None and self.across is None:
-                return found
-            self._known[key] = self.whole(found)
-        known = self._known[key]
-        return known if row is None else known[row : row + 1]
-
-    def _earlier(self, index: int, batch: int, head: int, row: int | None) -> Tensor:
-        assert self.kept.count is not None
-        row = None if self.across is not None else row
-        timed, inputs = self.call.timed_calls, self.kept.inputs
-        tensor = self.call.output_gradient() if index == 3 else inputs.distinct[index]
-        batched = tensor if self.call.row_dim else tensor[None]
-        if index == 3:
-            return timed.earlier_dout(batched, self.kept, batch, head, row).to(self.device)
-        return inputs.changes.earlier(index, batched, self.kept.count, batch, head, row).to(self.device)
-
-    def whole(self, local: Tensor) -> Tensor:
-        """The rows of all ranks of this rank's [n, D]."""
-        if self.across is None:
-            return local
-        rows = torch.arange(self.workload.seq_len)
-        index, own = (x.to(local.device) for x in self.call.shards.held(rows, self.across.rank))
-        found = local.new_zeros(len(rows), local.shape[1])
-        found[index] = local[own]
-        # Each row is zero on all ranks but one, so that the sum of the bytes is the row.
-        self.across.sum_in_place([found.view(torch.uint8)])
-        return found.to(self.device)
-
-    def copied(self, copy: Tensor | None, like: Tensor) -> Tensor:
-        """A kept row [D] on every rank."""
-        row = like if copy is None else copy
-        if self.across is not None:
-            row = row.clone()
-            self.across.sum_in_place([row.view(torch.uint8)])
-        return row.to(self.device)
-
-    def oracle(self, batch: int, head: int, rows: Tensor, keys: Tensor) -> _PastOracle:
-        """The right values of `head` at these rows, and at these keys from the rows."""
-        return _PastOracle(self, batch, head, rows, keys)
-
-
-class _PastOracle(Oracle):
-    """The oracle of one head of one batch item; other heads of its result are undefined."""
-
-    def __init__(self, past: _Past, batch: int, head: int, rows: Tensor, keys: Tensor) -> None:
-        self._past, self._batch, self._head = past, batch, head
-        sample = Sample(torch.zeros(1, dtype=torch.int64), rows, keys, complete=False)
-        super().__init__(past.workload, device=past.device, sample=sample)
-
-    def _draw_inputs(self) -> tuple[Tensor, ...]:
-        return ()
-
-    @property
-    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [1, M, H, D], k and v [1, N, K, D], each head the one that is known."""
-        return self._heads
-
-    @cached_property
-    def _heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        workload, group = self.workload, self._head // self.workload.group_size
-        only = int(self.sample.rows[0]) if len(self.sample.rows) == 1 else None
-        q = self._past.head(0, self._batch, self._head, only)
-        k, v = (self._past.head(index, self._batch, group) for index in (1, 2))
-        # Views that repeat the one head for each head, and the one row for all rows.
-        q = q[None, :, None].expand(1, workload.rows, workload.num_heads, -1)
-        k, v = (x[None, :, None].expand(1, -1, workload.num_kv_heads, -1) for x in (k, v))
-        return q, k, v
-
-    @cached_property
-    def full_dout(self) -> Tensor:
-        if len(self.sample.rows) == 1:
-            rows = self._past.head(3, self._batch, self._head, int(self.sample.rows[0]))
-        else:
-            rows = self._past.head(3, self._batch, self._head)[self.sample.rows.to(self.device)]
-        return rows[None, :, None].expand(1, -1, self.workload.num_heads, -1)
-
-    def _alike(self) -> float:
-        return 0.0
-
-    def sampled(self, tensor: Tensor) -> Tensor:
-        """Rows [1, R, H, D] as they are."""
-        return tensor
-
-    def within(self, name: CheckName, tolerances: Mapping[str, float]) -> Expected:
-        """out or dq within a known tolerance, or within that of the plain computation of these rows."""
-        is_out = name == CheckName.OUT
-        if name not in tolerances:
-            return self.expected[0] if is_out else self.gradients[0]
-        value, size = (self.exact.out, self.exact.size) if is_out else (x[0] for x in self.exact_gradients())
-        return Expected(value, clamp_size_(size, self.dtype), tolerances[name])
-
-
-def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: str) -> Iterator[Check]:
-    backward = past.workload.mode != "forward"
-    widths = past.workload.value_width, past.workload.head_dim
-    rows = torch.tensor([row.position])
-    oracle = past.oracle(row.batch, row.head, rows, rows)
-    for index, name in enumerate((CheckName.OUT, CheckName.DQ) if backward else (CheckName.OUT,)):
-        copy = row.copies[index] if index < len(row.copies) else None
-        if copy is None and past.across is None:
-            yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{of}: {NO_GRADIENT}")
-            return
-        actual = past.copied(copy, past.kept.inputs.q.new_zeros(widths[index]))
-        with only_heads([row.head]):
-            check = _of_head(
-                name, actual, oracle.within(name, tolerances), row, tolerances, of, past.workload.first_row
-            )
-            if not check.passed:
-                # The row may be one in which the plain computation is off by more than in the verified rows.
-                check = _of_head(name, actual, oracle.within(name, {}), row, tolerances, of, past.workload.first_row)
-        yield check
-
-
-def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: str) -> Iterator[Check]:
-    """dk and dv of one key: sums over the rows that see it of the query heads that share it."""
-    workload = past.workload
-    widths = workload.head_dim, workload.value_width
-    # Weights of single branches, and of single attentions, are not at hand.
-    if is_sum(workload):
+def _unchanged_checks(calls: Sequence[KeptCall]) -> Iterator[Check]:
+    """Failed checks of calls with a row of out that changed after the call had returned. NaN is the same as NaN."""
+    kept = [(call, row) for call in calls for row in call.rows if not row.key and row.copies and row.later]
+    pairs = [(call, copy, row.later[0]) for call, row in kept if (copy := row.copies[0]) is not None]
+    if not pairs:
         return
-    found = [torch.zeros(2, 2, max(widths), dtype=torch.float64, device=past.device)]
-    heads = range(row.head * workload.group_size, (row.head + 1) * workload.group_size)
-    found += [_gradients_of_key(past, row, head) for head in heads]
-    sums = torch.stack(found).sum(0)
-    for index, name in enumerate((CheckName.DK, CheckName.DV)):
-        copy = row.copies[index] if index < len(row.copies) else None
-        if copy is None and past.across is None:
-            yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{of}: {NO_GRADIENT}")
-            return
-        actual = past.copied(copy, past.kept.inputs.k.new_zeros(widths[index]))
-        value, squares = sums[index, :, : widths[index]]
-        if name == CheckName.DK and workload.pattern.is_detached:
-            continue
-        size = squares.sqrt().add_(value.abs()).clamp_min_(torch.finfo(actual.dtype).tiny)
-        shape = (1, 1, workload.num_kv_heads, -1)
-        value, size = (x[None, None, None].expand(shape) for x in (value, size))
-        wanted = Expected(value, size, KEY_ULPS * eps(actual.dtype))
-        yield _of_head(name, actual, wanted, row, tolerances, of, workload.first_row)
+    first, later = torch.stack([copy for _, copy, _ in pairs]), torch.stack([copy for _, _, copy in pairs])
+    same = ((first == later) | (first.isnan() & later.isnan())).flatten(1).all(1)
+    for (call, _, _), is_same in zip(pairs, same.tolist(), strict=True):
+        if not is_same:
+            what = "its values changed after the call had returned: not finished, or a later call wrote into it"
+            yield Check(name=CheckName.TIMED_KEPT, passed=False, detail=f"of timed call {call.number + 1}: {what}")
 
 
-def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
-    """A head's share of dk and dv at a key, [2, 2, max(D, Dv)], zeros behind the narrower: values, and squares of the
-    sizes of their terms (rounding.py).
-
-    One pass over the rows that see the key gives their lse and out; their weights at the key follow.
-    """
-    workload, wide = past.workload, torch.float64
-    rows = torch.from_numpy(seen_by(workload, head, row.position) - workload.first_row)
-    dim, value_dim = workload.head_dim, workload.value_width
-    total = torch.zeros(2, 2, max(dim, value_dim), dtype=wide, device=past.device)
-    if not len(rows):
-        return total
-    place, group = rows.to(past.device), head // workload.group_size
-    q, dout = (past.head(index, row.batch, head)[place].to(wide) for index in (0, 3))
-    k, v = (past.head(index, row.batch, group) for index in (1, 2))
-    oracle = past.oracle(row.batch, head, rows, rows[:0])
-    counts = torch.zeros(len(rows), dtype=wide, device=past.device)
-    with only_heads([head]):
-        out, lse = (x[0] for x in attend_rows(*oracle.heads, workload, rows))
-        for block in blocks(workload, rows, oracle.heads[0]):
-            at = (block.keys == row.position).nonzero().flatten()
-            if len(at):
-                counts[block.index] = block.given[:, at[0]].sum() * block.seen[:, at[0]].to(wide)
-    key, value = k[row.position].to(wide), v[row.position].to(wide)
-    scores = q @ key * workload.softmax_scale
-    slope = torch.ones_like(scores)
-    if workload.softcap is not None:
-        scores = workload.softcap * (scores / workload.softcap).tanh()
-        slope = 1 - (scores / workload.softcap).square()
-    share = (scores + counts.log() - lse[head]).exp()
-    doubt = (q.square() @ key.square()).sqrt() * workload.softmax_scale + scores.abs()
-    doubt = doubt.square().add_(1.0).sqrt_()
-    mean = (dout * out[:, head]).sum(-1)
-    # Terms of the mean over keys, each about as large as the terms of an average key.
-    sizes = (dout.square() @ value.square()).sqrt() + (dout @ value).abs()
-    sizes += 2 * (dout.square() @ v.to(wide).square().mean(0)).sqrt()
-    smallest = torch.finfo(k.dtype).tiny if k.dtype == torch.float16 else 0.0
-    score, weight = share * (dout @ value - mean) * workload.softmax_scale * slope, share * doubt
-    score_size = (weight * sizes).clamp_min(smallest) * workload.softmax_scale
-    total[0, 0, :dim], total[0, 1, :dim] = score @ q, score_size.square() @ q.square()
-    total[1, 0, :value_dim] = share @ dout
-    total[1, 1, :value_dim] = weight.clamp_min(smallest).square() @ dout.square()
-    return total
-
-
-def _of_head(
-    name: CheckName,
-    actual: Tensor,
-    expected: Expected,
-    row: KeptRow,
-    tolerances: Mapping[str, float],
-    of: str,
-    first_row: int,
-) -> Check:
-    """The check of one head's row [D]. first_row: the position of the first query."""
-    # Few rows show too little of the plain computation's error.
-    tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
-    value, size = (x.expand_as(expected.value)[:, :, row.head] for x in (expected.value, expected.size))
-    place, position = ("key", row.position) if row.key else ("position", row.position + first_row)
-    axes = (("batch", torch.tensor([row.batch])), (place, torch.tensor([position])), ("dim", None))
-    check = compare(CheckName(f"timed_{name}"), actual[None, None], Expected(value, size, tolerance), axes, of)
-    return check if check.where is None else check.model_copy(update={"where": f"{check.where}, head {row.head}"})
+def _inputs_checks(calls: Sequence[KeptCall]) -> Iterator[Check]:
+    """Whether the inputs of each call held the same numbers before and after it, by their digests."""
+    if not calls:
+        return
+    # TimedCalls digests the inputs of each of these calls twice.
+    before, after = (torch.cat([words for call in calls for words in call.digests[when]]) for when in (0, 1))
+    is_same, at = (before == after).tolist(), 0
+    for call in calls:
+        changed = []
+        for name, words in zip(
+            ("q", "k", "v") if len(call.digests[0]) == 3 else ("the input",), call.digests[0], strict=True
+        ):
+            if not all(is_same[at : at + len(words)]):
+                changed.append(name)
+            at += len(words)
+        text = f"of timed call {call.number + 1}: {' and '.join(changed)} held other numbers afterwards"
+        yield Check(name=CheckName.TIMED_INPUTS, passed=not changed, detail=text if changed else None)
 
 
 def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], of: str) -> Check:

@@ -116,7 +116,7 @@ def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
 
 def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
     ceilings = pool.resident("x").ask(MeasureCeilings(dtypes=("float32",)), timeout_s=60).ceilings
-    assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s"}
+    assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s", "read_bytes_per_s"}
     assert min(ceilings.values()) > 1e6
 
 

@@ -1,6 +1,7 @@
 """C[h, i, j] of a workload (semantics.md §1) as tensors: blocks of rows of a head and the keys that they may see.
 
-C is never built whole: a row costs only its keys, so one row of a million-token workload is cheap.
+C is never built whole: a row costs only its keys, so one row of a million-token workload is cheap. The rows are the
+same for all batch items and heads, or a single one of each batch item (`SingleRows`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ FEW_PAIRS = 2**22
 FEW_ROWS, JOINED_GROUPS = 8, 64
 # Groups with as many keys are not joined.
 MANY_KEYS = 2**16
+# Heads with the same keys are computed together, up to this many scores, or values of keys: 128 MiB in float64.
+JOINED_VALUES = 2**24
 
 _cached: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("cached", default=None)
 _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
@@ -35,15 +38,20 @@ _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
-    rows in the sample.
+    """Some rows of some heads, and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
+    rows in the sample; `heads`: of q; `kv_heads`: of k and v, each for as many of `heads`, in the same order.
+
+    items: the batch items, None for all. G rows of a key head are those of all its heads in the block: tensors of the
+    block have the shape [B, K', G, ·].
 
     given: [parts, M] bool, whether each part of the pattern gives each key. log_counts: [M] float64, log of the number
-    of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0. begin: the first key if
-    they are consecutive, so that they are read in place.
+    of parts that do. seen: [G, M] bool. C is that number where a row sees the key, else 0. begin: the first key if
+    they are consecutive, so that they are read in place. If items have different keys, keys are [B, M], and the other
+    three have axes [B, 1, 1, M] in place of [M] and [G, M].
     """
 
-    head: int
+    heads: range
+    kv_heads: range
     index: Tensor
     rows: Tensor
     keys: Tensor
@@ -51,21 +59,48 @@ class Block:
     log_counts: Tensor
     seen: Tensor
     begin: int | None = None
+    items: Tensor | None = None
 
-    def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """A copy of the block's keys of k or v, [B, M, D]."""
-        kv_head = self.head // workload.group_size
+    def gather(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The block's rows of x [B, R, H, ...], by default of sampled rows: [B, K', G, ...]."""
+        x = x if self.items is None else x[self.items]
+        found = x[:, self.index if rows is None else rows, _slice(self.heads)].transpose(1, 2)
+        return found.reshape(found.shape[0], len(self.kv_heads), -1, *found.shape[3:])
+
+    def scatter(self, x: Tensor, values: Tensor) -> None:
+        """Write what `gather` reads."""
+        rows = values.reshape(values.shape[0], len(self.heads), -1, *values.shape[3:])
+        items = slice(None) if self.items is None else self.items[:, None]
+        x[items, self.index, _slice(self.heads)] = rows.transpose(1, 2)
+
+    def masses(self, zeros: Tensor) -> Tensor:
+        """The block's part of `zero_keys`, [B or 1, parts, K', G]."""
+        zeros = zeros if self.items is None else zeros[self.items]
+        found = zeros[:, :, _slice(self.heads)][..., self.index]
+        return found.reshape(*found.shape[:2], len(self.kv_heads), -1)
+
+    def add_keys(self, x: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Add values [B, K', S', D] to x [B, S, K, D] at `slots`, all different."""
+        x[:, slots, _slice(self.kv_heads)] += values.transpose(1, 2)
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of the block's keys of k or v, [B, K', M, D]."""
+        if self.keys.ndim > 1:
+            items = torch.arange(len(self.keys), device=x.device) if self.items is None else self.items
+            return x[items[:, None], self.keys].transpose(1, 2).to(dtype)
+        x = x if self.items is None else x[self.items]
         # Over ranks only the rows of some keys are known.
         if self.begin is not None and isinstance(x, Tensor):
-            return x[:, self.begin : self.begin + len(self.keys), kv_head].to(dtype, copy=True)
-        return x[:, :, kv_head].index_select(1, self.keys).to(dtype)
+            found = x[:, self.begin : self.begin + len(self.keys), _slice(self.kv_heads)]
+            return found.transpose(1, 2).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return x[:, self.keys, _slice(self.kv_heads)].transpose(1, 2).to(dtype)
 
     def paired(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
-        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale, self.take(k, workload, dtype)
+        """The block's queries [B, K', G, D], times the scale of the softmax, and its keys [B, K', M, D]."""
+        return self.gather(q, self.rows).to(dtype) * workload.softmax_scale, self.take(k, dtype)
 
     def scores(self, queries: Tensor, keys: Tensor, softcap: float | None = None) -> Tensor:
-        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key.
+        """queries·keys + log C, [B, K', G, M], in the accumulation dtype; -inf if a row does not see the key.
 
         softcap: products s become softcap · tanh(s / softcap).
         """
@@ -86,16 +121,45 @@ class Block:
         return self.given.to(dtype) / self.given.sum(0)
 
 
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop, indices.step)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax and sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """One row of one head of each batch item. Tensors over them have one row and one head: q is [B, 1, 1, D], k and v
+    are [B, N, 1, D], the key head of each item's head.
+
+    rows: indices of queries. heads: of q.
+    """
+
+    rows: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """The number of rows of an item."""
+        return 1
+
+    def gates(self, gates: Tensor, first_row: int) -> Tensor:
+        """The items' of `gates` [N, H], [B, 1, 1, 1]."""
+        return gates[[row + first_row for row in self.rows], list(self.heads)][:, None, None, None]
+
+
+RowsOf = Tensor | SingleRows
+
+
+def blocks(workload: Workload, rows: RowsOf, q: Tensor) -> Iterable[Block]:
     """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending, indices of queries.
 
     Each has at most MAX_BLOCK_SCORES scores, unless one row alone has more.
     """
+    if isinstance(rows, SingleRows):
+        return _blocks_of_single(workload, rows, q.device)
     cached = _cached.get()
     heads = workload.num_heads if _only.get() is None else 1
     if cached is None or not 0 < heads * len(rows) * workload.seq_len <= FEW_PAIRS:
@@ -129,26 +193,35 @@ def blocks_cached() -> Iterator[None]:
         _cached.reset(token)
 
 
-def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor | None:
-    """[parts, H, R] float64: how many zero keys each part of the pattern adds to each row; None for none at all.
+def zero_keys(workload: Workload, rows: RowsOf, device: torch.device) -> Tensor | None:
+    """[1, parts, H, R] float64: how many zero keys each part of the pattern adds to each row; None for none at all. Of
+    single rows [B, parts, 1, 1].
 
     rows: [R] int64 on the CPU, ascending, indices of queries.
     """
+    heads = range(workload.num_heads) if isinstance(rows, Tensor) else dict.fromkeys(rows.heads)
     added = [
         (head, start, zeros)
         for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)
-        for head in range(workload.num_heads)
+        for head in heads
         for zeros in workload.pattern.zero_keys(shape, head)
     ]
     if not added:
         return None
+    if isinstance(rows, SingleRows):
+        of_item = torch.zeros(len(rows.rows), workload.pattern.parts, dtype=torch.float64)
+        for item, (row, item_head) in enumerate(zip(rows.rows, rows.heads, strict=True)):
+            for head, start, zeros in added:
+                if head == item_head and row + workload.first_row - start in zeros.rows:
+                    of_item[item, zeros.part] += zeros.count
+        return of_item[..., None, None].to(device)
     counts = torch.zeros(workload.pattern.parts, workload.num_heads, len(rows), dtype=torch.float64)
     for head, start, zeros in added:
         place = rows + (workload.first_row - start)
         sees = (place >= zeros.rows.start) & (place < zeros.rows.stop)
         sees &= (place - zeros.rows.start) % zeros.rows.step == 0
         counts[zeros.part, head, sees] += zeros.count
-    return counts.to(device)
+    return counts[None].to(device)
 
 
 class _Group(NamedTuple):
@@ -165,7 +238,7 @@ class _Group(NamedTuple):
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
-    only = _only.get()
+    only, width = _only.get(), max(workload.head_dim, workload.value_width)
     for alike in alike_heads(workload):
         heads = alike if only is None else [head for head in alike if head in only]
         # Heads with one selection share its keys, because finding them may take longer than attention.
@@ -196,8 +269,93 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 index = torch.searchsorted(rows, positions - workload.first_row).to(device)
                 queries = here - workload.first_row
                 begin = None if group.begin is None else group.begin + reached.start
-                for head in heads:
-                    yield Block(head, index, queries, keys, group.given[:, reached], log_counts[reached], seen, begin)
+                given, counts = group.given[:, reached], log_counts[reached]
+                values = batch * len(keys) * max(len(here), -(-width // workload.group_size))
+                for of_q, of_k in _joined_heads(heads, workload.group_size, max(1, JOINED_VALUES // values)):
+                    of_rows = seen.repeat(len(of_q) // len(of_k), 1)
+                    yield Block(of_q, of_k, index, queries, keys, given, counts, of_rows, begin)
+
+
+def _blocks_of_single(workload: Workload, rows: SingleRows, device: torch.device) -> Iterator[Block]:
+    """A block for all rows whose keys have equally many parts."""
+    found: dict[tuple[int, int], tuple[range | Positions, ...]] = {}
+    for place in zip(rows.rows, rows.heads, strict=True):
+        if place not in found:
+            found[place] = _keys_of_row(workload, *place)
+    by_parts: dict[int, list[int]] = {}
+    for item, place in enumerate(zip(rows.rows, rows.heads, strict=True)):
+        if any(map(len, found[place])):
+            by_parts.setdefault(len(found[place]), []).append(item)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    for members in by_parts.values():
+        of_items = [found[rows.rows[item], rows.heads[item]] for item in members]
+        items = None if len(members) == len(rows.rows) else torch.tensor(members, device=device)
+        yield Block(range(1), range(1), first, first, *_key_table(of_items, device), items=items)
+
+
+def _keys_of_row(workload: Workload, row: int, head: int) -> tuple[range | Positions, ...]:
+    """The keys that each part gives a row, under causal mask and window; positions along the N axis."""
+    position = row + workload.first_row
+    at = next(index for index, (_, end) in enumerate(workload.sequences) if position < end)
+    start, shape = workload.sequences[at][0], workload.shapes[at]
+    place = np.array([position - start])
+    (low,), (high,) = shape.bounds(place)
+    parts: list[range | Positions] = []
+    for group in workload.pattern.counts(shape, head, place):
+        for part in group.parts:
+            if isinstance(part, range) and part.step == 1:
+                kept: range | Positions = range(start + max(part.start, int(low)), start + min(part.stop, int(high)))
+            else:
+                keys = np.asarray(part, np.int64)
+                kept = keys[keys.searchsorted(low) : keys.searchsorted(high)] + start
+            parts.append(kept)
+    return tuple(parts)
+
+
+def _key_table(
+    rows: Sequence[tuple[range | Positions, ...]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int | None]:
+    """keys, given, log_counts, seen and begin of a `Block`, from the keys of each part of each item's row."""
+    if all(len(parts) == 1 and isinstance(parts[0], range) for parts in rows):
+        begins, lengths = [parts[0][0] if len(parts[0]) else 0 for parts in rows], [len(parts[0]) for parts in rows]
+        steps = torch.arange(max(lengths), device=device)
+        given = torch.ones(1, len(steps), dtype=torch.bool, device=device)
+        counts = torch.zeros(len(steps), dtype=torch.float64, device=device)
+        if len({*zip(begins, lengths, strict=True)}) == 1:
+            return steps + begins[0], given, counts, given, begins[0]
+        first, number = torch.tensor([begins, lengths], device=device)[..., None]
+        seen = (steps < number)[:, None, None]
+        return torch.where(seen[:, 0, 0], steps + first, first), given, counts, seen, None
+    unions = [np.unique(np.concatenate([np.asarray(part, np.int64) for part in parts])) for parts in rows]
+    longest = max(map(len, unions))
+    keys, given_parts = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows[0]), len(rows), longest), bool)
+    for item, (parts, union) in enumerate(zip(rows, unions, strict=True)):
+        keys[item, : len(union)] = union
+        for number_of_part, part in enumerate(parts):
+            given_parts[number_of_part, item, union.searchsorted(np.asarray(part, np.int64))] = True
+    seen = torch.from_numpy(given_parts.any(0)).to(device)[:, None, None]
+    # Keys that only fill up a row have a count of 1, so that its logarithm is finite.
+    given_parts[0] |= ~given_parts.any(0)
+    given = torch.from_numpy(given_parts).to(device)[:, :, None, None]
+    return torch.from_numpy(keys).to(device), given, given.sum(0).double().log_(), seen, None
+
+
+def _joined_heads(heads: Sequence[int], group_size: int, most: int) -> Iterator[tuple[range, range]]:
+    """Parts of at most `most` of the heads, evenly spaced, and their key heads, each for equally many of them."""
+    first = 0
+    while first < len(heads):
+        part = heads[first : first + most]
+        begin, step = part[0], part[1] - part[0] if len(part) > 1 else 1
+        count = next((at for at, head in enumerate(part) if head != begin + at * step), len(part))
+        if step == 1:
+            # Whole groups of heads that share keys, or heads of one group.
+            whole = 0 if begin % group_size else count // group_size * group_size
+            count = whole or min(count, group_size - begin % group_size)
+        elif step % group_size:
+            count = 1
+        last, key_step = begin + (count - 1) * step, max(1, step // group_size)
+        yield range(begin, last + 1, step), range(begin // group_size, last // group_size + 1, key_step)
+        first += count
 
 
 def _groups(workload: Workload, head: int, positions: Tensor, device: torch.device) -> Iterator[_Group]:

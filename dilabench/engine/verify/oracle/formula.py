@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilabench.engine.verify.oracle.blocks import Block, accumulation_dtype, blocks, zero_keys
+from dilabench.engine.verify.oracle.blocks import Block, RowsOf, accumulation_dtype, blocks, zero_keys
 from dilabench.engine.verify.oracle.sums import Attention, attentions
 from dilabench.workload.spec import Workload
 
@@ -24,7 +24,7 @@ def attend_rows(
     k: Tensor,
     v: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     dtype: torch.dtype = torch.float64,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def attend_rows(
     q is [B, M, H, D], k [B, N, K, D], v [B, N, K, Dv]; query i is at position N - M + i. In float64 this is the
     oracle. In another `dtype` it is the plain computation that tolerances come from: matrix products rounded to it,
     softmax in at least float32. sink: [H], the logit of a mass that every row of a head sees. For a sum of attentions,
-    lse holds all of them, [B, attentions·H, R], and each has the sink.
+    lse holds all of them, [B, attentions·H, R], and each has the sink. Of `SingleRows`, H and R are 1.
     """
     outs, lses = [], []
     for attention in attentions(workload):
@@ -49,7 +49,7 @@ def softmax_rows(
     k: Tensor,
     v: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     dtype: torch.dtype,
     each: EachBlock | None = None,
     sink: Tensor | None = None,
@@ -64,18 +64,18 @@ def softmax_rows(
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
     zeros = zero_keys(workload, rows, q.device)
     if zeros is not None:
-        lse.copy_(zeros.sum(0).log())
+        lse.copy_(zeros.sum(1).log())
     if sink is not None:
         lse.copy_(torch.logaddexp(lse, sink.to(wide)[:, None]))
     has_mass = zeros is not None or sink is not None
     for block in blocks(workload, rows, q):
         scores = block.scores(*block.paired(q, k, workload, dtype), workload.softcap)
-        block_lse, values = scores.logsumexp(-1), block.take(v, workload, dtype)
+        block_lse, values = scores.logsumexp(-1), block.take(v, dtype)
         if has_mass:
-            block_lse = torch.logaddexp(block_lse, lse[:, block.head, block.index])
-        lse[:, block.head, block.index] = block_lse
+            block_lse = torch.logaddexp(block_lse, block.gather(lse.mT))
+        block.scatter(lse.mT, block_lse)
         weights = (scores.sub_ if each is None else scores.sub)(finite(block_lse)).exp_().to(dtype)
-        out[:, block.index, block.head] = weights @ values
+        block.scatter(out, weights @ values)
         if each is not None:
             each(block, scores, weights, values)
     return out, lse
@@ -89,7 +89,7 @@ def attend_rows_backward(
     out: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ def gradient_terms(
     out: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     dtype: torch.dtype,
 ) -> Iterator[GradientTerms]:
@@ -138,7 +138,7 @@ def gradient_terms(
         its_dout, its_out = attention.gated(dout, rows, dtype), out
         if attention.gates is not None:
             its_out, _ = softmax_rows(q, its_keys, values, attention.workload, rows, dtype)
-        wanted = keys if attention.pool == 1 else None
+        wanted = own_keys(attention, keys)
         own = softmax_rows_backward(
             its_dout, q, its_keys, values, its_out, its_lse, attention.workload, rows, wanted, dtype
         )
@@ -146,12 +146,17 @@ def gradient_terms(
         yield GradientTerms(attention, its_keys, values, its_dout, its_lse, own, gradients)
 
 
+def own_keys(attention: Attention, keys: Tensor | None) -> Tensor | None:
+    """The keys at which an attention's own dk and dv are needed for those of the sum at `keys`; None for all."""
+    return keys if attention.pool == 1 or (keys is not None and not len(keys)) else None
+
+
 def at_keys(attention: Attention, gradient: Tensor, keys: Tensor | None) -> Tensor:
     """dk or dv of the sum's k or v at the positions `keys`, from that of the attention's own.
 
     The latter is at these positions already, unless keys are means.
     """
-    if attention.pool == 1:
+    if attention.pool == 1 or not gradient.shape[1]:
         return gradient
     of_positions = attention.of_positions(gradient)
     return of_positions if keys is None else of_positions[:, keys.to(gradient.device)]
@@ -165,7 +170,7 @@ def softmax_rows_backward(
     out: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,37 +190,37 @@ def softmax_rows_backward(
     Zero keys count in lse, lse_b and P_b, and have no gradient.
     """
     wide = accumulation_dtype(dtype)
-    slots = key_slots(keys, k.shape[1], q.device)
     size = k.shape[1] if keys is None else len(keys)
+    slots = key_slots(keys, k.shape[1], q.device) if size else None
     dq = q.new_zeros(*dout.shape[:-1], q.shape[3], dtype=dtype)
     dk, dv = (q.new_zeros(q.shape[0], size, k.shape[2], x.shape[3], dtype=wide) for x in (q, dout))
     zeros = zero_keys(workload, rows, q.device) if workload.pattern.is_detached else None
     for block in blocks(workload, rows, q):
-        row_dout, row_lse = dout[:, block.index, block.head].to(dtype), lse[:, block.head, block.index]
+        row_dout, row_lse = block.gather(dout).to(dtype), block.gather(lse.mT)
         queries, block_keys = block.paired(q, k, workload, dtype)
         scores = block.scores(queries, block_keys, workload.softcap)
-        weight_grad = (row_dout @ block.take(v, workload, dtype).mT).to(scores.dtype)
+        weight_grad = (row_dout @ block.take(v, dtype).mT).to(scores.dtype)
         weights = scores.sub_(finite(row_lse)).exp_().to(dtype).to(scores.dtype)
         if workload.pattern.is_detached:
             masses = None
             if zeros is not None:
-                masses = zeros[:, block.head, block.index, None] * finite(row_lse).neg().exp()[:, None]
+                masses = block.masses(zeros)[..., None] * finite(row_lse).neg().exp()[:, None]
             score_grad = _detached(block, weights, weight_grad, masses).to(dtype)
         else:
-            mean = (row_dout * out[:, block.index, block.head]).to(scores.dtype).sum(-1, keepdim=True)
+            mean = (row_dout * block.gather(out)).to(scores.dtype).sum(-1, keepdim=True)
             score_grad = (weights * (weight_grad - mean)).to(dtype)
         if workload.softcap is not None:
             score_grad = (score_grad * block.slopes(queries, block_keys, workload.softcap)).to(dtype)
-        dq[:, block.index, block.head] = score_grad @ block_keys * workload.softmax_scale
-        chosen, slot = chosen_keys(block, slots)
-        kv_head = block.head // workload.group_size
-        dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ queries).to(wide))
-        dv[:, :, kv_head].index_add_(1, slot, (weights.to(dtype)[..., chosen].mT @ row_dout).to(wide))
+        block.scatter(dq, score_grad @ block_keys * workload.softmax_scale)
+        if size:
+            chosen, slot = chosen_keys(block, slots)
+            block.add_keys(dk, slot, (score_grad[..., chosen].mT @ queries).to(wide))
+            block.add_keys(dv, slot, (weights.to(dtype)[..., chosen].mT @ row_dout).to(wide))
     return dq, dk.to(dtype), dv.to(dtype)
 
 
 def _detached(block: Block, weights: Tensor, weight_grad: Tensor, masses: Tensor | None) -> Tensor:
-    """dS of a detached merge. masses: [B, parts, R, 1], the share of each part's zero keys in the merged softmax."""
+    """dS of a detached merge. masses: [B, parts, K', G, 1], the shares of zero keys in the merged softmax."""
     score_grad = torch.zeros_like(weights)
     for part, branch in enumerate(block.branches(weights.dtype)):
         share = weights * branch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
-from dilabench.engine.verify.oracle.blocks import accumulation_dtype
+from dilabench.engine.verify.oracle.blocks import RowsOf, accumulation_dtype
 from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
 from dilabench.engine.verify.oracle.planes import Planes, make_planes
 from dilabench.engine.verify.oracle.rounding import Rows, alike_weights, gradient_sizes, sized_rows
@@ -239,7 +239,7 @@ class Oracle:
         return expected_rows(exact, self.workload, self.dtype, plain)[0]
 
 
-def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype) -> Rows:
+def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: RowsOf, dtype: torch.dtype) -> Rows:
     """out and lse of the queries `rows`, from q [B, M, H, D] and k, v [B, N, K, D], with natural sizes in `dtype`."""
     return sized_rows(*heads, workload, rows, weight_ulps=eps(accumulation_dtype(dtype)) / eps(dtype))
 

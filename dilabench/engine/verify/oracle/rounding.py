@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
-from dilabench.engine.verify.oracle.blocks import Block, blocks
+from dilabench.engine.verify.oracle.blocks import Block, RowsOf, blocks
 from dilabench.engine.verify.oracle.formula import (
     at_keys,
     chosen_keys,
     finite,
     gradient_terms,
     key_slots,
+    own_keys,
     softmax_rows,
 )
 from dilabench.engine.verify.oracle.sums import attentions, is_sum
@@ -31,7 +32,7 @@ class Rows(NamedTuple):
     lse_size: Tensor
 
 
-def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
+def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: RowsOf, weight_ulps: float) -> Rows:
     """Return the results of `attend_rows` in float64 and, from the same pass, their natural sizes.
 
     The size of out is sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). The size of lse is
@@ -53,18 +54,18 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     return Rows(torch.stack(outs).sum(0), torch.cat(lses, 1), torch.stack(sizes).sum(0), torch.cat(lse_sizes, 1))
 
 
-def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
+def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: RowsOf, weight_ulps: float) -> Rows:
     size = q.new_zeros(q.shape[0], len(rows), q.shape[2], v.shape[3], dtype=torch.float64)
     lse_size = q.new_zeros(q.shape[0], q.shape[2], len(rows), dtype=torch.float64)
 
     def add(block: Block, scores: Tensor, weights: Tensor, values: Tensor) -> None:
         squares = _doubt(block, *block.paired(q, k, workload, torch.float64), scores).mul_(weights).square_()
         block_size = (squares @ values.square()).sqrt_()
-        lse_size[:, block.head, block.index] = squares.sum(-1).sqrt_()
+        block.scatter(lse_size.mT, squares.sum(-1).sqrt_())
         if len(block.given) > 1:
-            branch_size = _concentration(weights, block)[..., None] * values.abs().amax(1, keepdim=True)
+            branch_size = _concentration(weights, block)[..., None] * values.abs().amax(-2, keepdim=True)
             block_size.add_(branch_size, alpha=weight_ulps)
-        size[:, block.index, block.head] = block_size
+        block.scatter(size, block_size)
 
     out, lse = softmax_rows(q, k, v, workload, rows, torch.float64, each=add)
     lse_size.add_(lse.abs().masked_fill_(lse == -torch.inf, 0.0)).add_(1.0)
@@ -72,14 +73,14 @@ def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Te
 
 
 def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """P of a block, and the number of eps by which it is in doubt. Both [B, R, M]."""
+    """P of a block, and the number of eps by which it is in doubt. Both [B, K', G, M]."""
     scores = block.scores(queries, keys, softcap)
     doubt = _doubt(block, queries, keys, scores)
-    return scores.sub_(finite(lse[:, block.head, block.index])).exp_(), doubt
+    return scores.sub_(finite(block.gather(lse.mT))).exp_(), doubt
 
 
 def _doubt(block: Block, queries: Tensor, keys: Tensor, scores: Tensor) -> Tensor:
-    """The number of eps by which P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
+    """The number of eps by which P is in doubt: sqrt(1 + s²), s the size of its score, [B, K', G, M].
 
     exp turns an absolute error of the score into a relative error of P. The score is rounded in its own size:
     sqrt(sum_d (scale · q)² k²) + |score|. A softcap makes the error of a score smaller, which the size does not show.
@@ -111,7 +112,7 @@ def _alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: 
 
 
 def _concentration(weights: Tensor, block: Block) -> Tensor:
-    """max over branches of sqrt(sum_j P_b²), [B, R], P_b the branch's own softmax: 1 for one key, 1/sqrt(n) for n."""
+    """max over branches of sqrt(sum_j P_b²), [B, K', G], P_b the branch's own softmax: 1 for one key."""
     largest = torch.zeros_like(weights[..., 0])
     for branch in block.branches(torch.float64):
         branch_share = weights * branch
@@ -128,7 +129,7 @@ def gradient_sizes(
     v: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +138,7 @@ def gradient_sizes(
         return _sizes_of_softmax(dout, q, k, v, lse, workload, rows, keys, gradients)
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     for terms in gradient_terms(dout, q, k, v, gradients[0], lse, workload, rows, keys, torch.float64):
-        attention, wanted = terms.attention, keys if terms.attention.pool == 1 else None
+        attention, wanted = terms.attention, own_keys(terms.attention, keys)
         sizes = _sizes_of_softmax(
             terms.dout, q, terms.keys, terms.values, terms.lse, attention.workload, rows, wanted, terms.own
         )
@@ -154,28 +155,28 @@ def _sizes_of_softmax(
     v: Tensor,
     lse: Tensor,
     workload: Workload,
-    rows: Tensor,
+    rows: RowsOf,
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     dtype = TORCH_DTYPE[workload.dtype]
-    slots = key_slots(keys, k.shape[1], q.device)
+    slots = key_slots(keys, k.shape[1], q.device) if dk.shape[1] else None
     for block in blocks(workload, rows, q):
         queries, block_keys = block.paired(q, k, workload, torch.float64)
         share, doubt = _shares(block, queries, block_keys, lse, workload.softcap)
-        dout_block = dout[:, block.index, block.head].double()
-        values = block.take(v, workload, torch.float64)
+        dout_block = block.gather(dout).double()
+        values = block.take(v, torch.float64)
         # dP = dout·v is itself a sum of rounded terms. Kernels take its mean from an out that is already rounded.
         share_grad = (dout_block.square() @ values.square().mT).sqrt_().add_((dout_block @ values.mT).abs_())
         terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
         terms = _kept(terms.mul_(doubt), block, dtype).square_()
-        dq[:, block.index, block.head] = terms @ block_keys.square_() * workload.softmax_scale**2
-        chosen, slot = chosen_keys(block, slots)
-        kv_head = block.head // workload.group_size
-        dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ queries.square_())
-        weights = _kept(share.mul_(doubt), block, dtype).square_()
-        dv[:, :, kv_head].index_add_(1, slot, weights[..., chosen].mT @ dout_block.square_())
+        block.scatter(dq, terms @ block_keys.square_() * workload.softmax_scale**2)
+        if dk.shape[1]:
+            chosen, slot = chosen_keys(block, slots)
+            block.add_keys(dk, slot, terms[..., chosen].mT @ queries.square_())
+            weights = _kept(share.mul_(doubt), block, dtype).square_()
+            block.add_keys(dv, slot, weights[..., chosen].mT @ dout_block.square_())
     sizes = (dq, dk, dv)
     return tuple(size.sqrt_().add_(gradient.abs()) for size, gradient in zip(sizes, gradients, strict=True))  # type: ignore[return-value]
 

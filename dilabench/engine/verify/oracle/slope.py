@@ -63,17 +63,19 @@ def slope(actual: Tensor, value: Tensor, size: Tensor) -> Slope:
     """The regression over all elements; rows are along the last axis. Infinite values on both sides do not count."""
     x, y = value / size, (actual.double() - value) / size
     ordinary = torch.isfinite(x)
-    if not bool(ordinary.all()):
-        x, y = x.where(ordinary, 0.0), y.where(ordinary, 0.0)
-    weights = (x * x).sum(-1)
-    total = float(weights.sum())
+    x, y = x.where(ordinary, 0.0), y.where(ordinary, 0.0)
+    weights, products = (x * x).sum(-1), (x * y).sum(-1)
+    all_weights = weights.sum()
+    slope_minus_1 = products.sum() / all_weights
+    spreads = (products - slope_minus_1 * weights).square_().sum()
+    # Read from the device together: each read waits for it.
+    total, deviation, spread, squares = torch.stack(
+        [all_weights, slope_minus_1, spreads, weights.square().sum()]
+    ).tolist()
     if total <= 0.0:
         return NO_SLOPE
-    products = (x * y).sum(-1)
-    deviation = float(products.sum()) / total
-    spread = float((products - deviation * weights).square_().sum()) ** 0.5
     noise = (4 * torch.finfo(torch.float64).eps) ** 2 * x.numel() / total
-    return Slope(deviation, spread / total, total**2 / float(weights.square().sum()), noise)
+    return Slope(deviation, spread**0.5 / total, total**2 / squares, noise)
 
 
 def no_better_than(found: Slope, by_position: Slope) -> Slope:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilabench.engine.verify.oracle.blocks import RowsOf
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, covered
 
@@ -26,11 +27,15 @@ class Attention:
     pool: int = 1
     stride: int = 1
 
-    def gated(self, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def gated(self, x: Tensor, rows: RowsOf, dtype: torch.dtype) -> Tensor:
         """out or dout [B, R, H, D] of some queries ([R] on the CPU), times the gates, in `dtype`; as it is without."""
         if self.gates is None:
             return x
-        return x.to(dtype) * self.gates[rows + self.workload.first_row][..., None].to(x.device, dtype)
+        if isinstance(rows, Tensor):
+            gates = self.gates[rows + self.workload.first_row][..., None]
+        else:
+            gates = rows.gates(self.gates, self.workload.first_row)
+        return x.to(dtype) * gates.to(x.device, dtype)
 
     def keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """k or v [B, N, K, D] as this attention has them: means, computed in `dtype`, and 0 where no mean stands."""

@@ -132,10 +132,15 @@ def expect(
     )
 
 
-def clamp_size_(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp natural sizes in place. A value without terms has size zero: any result but zero is wrong there."""
-    largest = float(size.max()) if size.numel() else 0.0
-    return size.clamp_min_(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
+def clamp_size_(size: Tensor, dtype: torch.dtype, *, by_item: bool = False) -> Tensor:
+    """Clamp natural sizes in place. A value without terms has size zero: any result but zero is wrong there.
+
+    by_item: by the largest of each batch item instead of all.
+    """
+    if not size.numel():
+        return size
+    largest = size.amax(tuple(range(1 if by_item else 0, size.ndim)), keepdim=True)
+    return size.clamp_min_((largest * eps(dtype) ** 2).clamp_min_(torch.finfo(dtype).tiny))
 
 
 def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:
