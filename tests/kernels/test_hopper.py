@@ -85,6 +85,7 @@ CASES = [*DILATED, *NARROW, *POISONED, *APART, *BLOCKS]
 COMBINED = {
     "odd length",
     "rates beside segments, boxes, padded",
+    "batch, left over",
     "batch, padded",
     "batch, rates beside segments, left over",
     "window",
@@ -109,6 +110,7 @@ LATER = {
     "rates beside segments, left over",
     "batch, window, left over",
     "columns of zeros",
+    "half tiles, tokens left over",
     "narrow, rates beside segments, left over",
     "narrow, growing logits",
     "narrow, window, left over",
