@@ -292,14 +292,16 @@ def test_what_export_accepts_runs_in_another_process(everything: bool, tmp_path:
 def forget() -> None:
     """Empty the caches of results of the library, which a call made before would be served from.
 
-    They are looked for in modules and classes: `tests/conftest.py` hides what collection made from `gc.get_objects()`.
+    Caches without a bound hold what is done once, such as a registration of torch. The others are looked for in modules
+    and classes, because `tests/conftest.py` hides from `gc.get_objects()` what collection made.
     """
     folders = tuple(f"dilabench.{name}" for name in ("attention", "impls", "kernels", "backends", "patterns"))
     modules = [module for name, module in sys.modules.items() if name.startswith(folders)]
     values = [value for module in modules for value in vars(module).values()]
     classes = [value for value in values if isinstance(value, type) and value.__module__.startswith(folders)]
     for cache in itertools.chain(values, *(vars(owner).values() for owner in classes)):
-        if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith(folders):
+        is_ours = isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith(folders)
+        if is_ours and cache.cache_parameters()["maxsize"] is not None:
             cache.cache_clear()
 
 
