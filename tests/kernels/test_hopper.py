@@ -104,8 +104,11 @@ COMBINED = {
     "window, causal, boxes, padded",
     "one range",
 }
-# Two of these properties at once, whose kernels other cases launch as well: slow, too.
+# What others have with a further property, or two of these properties at once, whose kernels other cases launch as
+# well: slow, too.
 LATER = {
+    "uncovered rows",
+    "tokens left over",
     "one mask",
     "rates beside segments, left over",
     "batch, window, left over",
