@@ -4,6 +4,7 @@ skipped, with the reason, where there is none; texts are laid out at a fixed wid
 
 import functools
 import gc
+import itertools
 import lzma
 import os
 import re
@@ -74,6 +75,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text()
     return None if any(mark in text for mark in marks) else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # What collection makes stays: looking for garbage among it takes a fifth of its time.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -293,6 +304,17 @@ def slow(*values):
 def slow_but_every(n, cases):
     """These cases, of several values each; all but every n-th are slow."""
     return [slow(*case) if at % n else case for at, case in enumerate(cases)]
+
+
+def half_are_slow(*parameters):
+    """All combinations of these parameters' values; slow are those whose places add up to an odd number.
+
+    The others have every value, and of three or more parameters every pair of values of two of them.
+    """
+    return [
+        pytest.param(*(value for _, value in case), marks=pytest.mark.slow if sum(at for at, _ in case) % 2 else ())
+        for case in itertools.product(*map(enumerate, parameters))
+    ]
 
 
 def random_examples(few, many, **strategies):

@@ -153,6 +153,8 @@ def caches_of(source: str) -> dict[str, Use]:
 
     Raises ValueError for a cache that neither has a name nor decorates.
     """
+    if "functools" not in source:
+        return {}
     tree = ast.parse(source)
     names = {
         alias.asname or alias.name: alias.name

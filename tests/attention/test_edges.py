@@ -40,6 +40,12 @@ from tests.attention.every_pattern import BOUNDS, CASES, SPANS, Case, N
 from tests.conftest import slow
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# In the default set alternately as a batch and packed.
+ALTERNATE = [name for at, name in enumerate(CASES) if at // 2 % 2 == at % 2]
+alternate_cases = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in ALTERNATE else pytest.mark.slow) for name, case in CASES.items()],
+)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -264,7 +270,7 @@ for name, (tensors, want) in given.items():
 """
 
 
-@cases
+@alternate_cases
 def test_what_make_fx_accepts_runs_for_other_numbers(case: Case) -> None:
     case, tensors = held(case)
     graph = make_fx(case)(tensors)
@@ -277,10 +283,8 @@ def test_what_make_fx_accepts_runs_for_other_numbers(case: Case) -> None:
 def test_what_export_accepts_runs_in_another_process(everything: bool, tmp_path: Path) -> None:
     """Every pattern, in the default set alternately as a batch and packed."""
     given = {}
-    for at, (name, of_pattern) in enumerate(CASES.items()):
-        if not everything and at // 2 % 2 != at % 2:
-            continue
-        case, tensors = held(of_pattern)
+    for name in CASES if everything else ALTERNATE:
+        case, tensors = held(CASES[name])
         program = torch.export.export(Model(case), (tensors,))
         torch.export.save(program, tmp_path / f"{name}.pt2")
         given[name] = tensors, case(tensors)
@@ -289,12 +293,18 @@ def test_what_export_accepts_runs_in_another_process(everything: bool, tmp_path:
 
 
 def forget() -> None:
-    """Empty the caches of results of the library, which a call made before would be served from."""
-    folders = ("attention", "impls", "kernels", "backends", "patterns")
-    for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith(
-            tuple(f"dilabench.{name}" for name in folders)
-        ):
+    """Empty the caches of results of the library, which a call made before would be served from.
+
+    Caches without a bound hold what is done once, such as a registration of torch. The others are looked for in modules
+    and classes, because `tests/conftest.py` hides from `gc.get_objects()` what collection made.
+    """
+    folders = tuple(f"dilabench.{name}" for name in ("attention", "impls", "kernels", "backends", "patterns"))
+    modules = [module for name, module in sys.modules.items() if name.startswith(folders)]
+    values = [value for module in modules for value in vars(module).values()]
+    classes = [value for value in values if isinstance(value, type) and value.__module__.startswith(folders)]
+    for cache in itertools.chain(values, *(vars(owner).values() for owner in classes)):
+        is_ours = isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith(folders)
+        if is_ours and cache.cache_parameters()["maxsize"] is not None:
             cache.cache_clear()
 
 
@@ -355,9 +365,17 @@ MORE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *MORE])
-@pytest.mark.parametrize("foreign", FOREIGN)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "foreign", "dtype"),
+    [
+        # By default half of them: each name with each foreign default, in alternate dtypes.
+        pytest.param(name, foreign, dtype, marks=pytest.mark.slow if (at + device + single) % 2 else ())
+        for at, name in enumerate([*CASES, *MORE])
+        for device, foreign in enumerate(FOREIGN)
+        for single, dtype in enumerate((torch.float64, torch.float32))
+    ],
+    ids=str,
+)
 def test_results_depend_on_no_default_of_torch(name: str, foreign: str, dtype: torch.dtype) -> None:
     found = []
     for context in (FOREIGN[foreign], contextlib.nullcontext):
@@ -374,38 +392,41 @@ def test_results_depend_on_no_default_of_torch(name: str, foreign: str, dtype: t
 
 
 @cases
-@pytest.mark.parametrize("causal", [None, 2, 1, 0, 0.5, "yes", [], torch.tensor(True)], ids=repr)
-def test_causal_is_a_bool_for_every_pattern(case: Case, causal: Any) -> None:
-    if "causal" not in case.options:
-        # Native sparse attention is causal, and has no such option.
-        with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
-            case(case.tensors(), causal=causal)
-        return
-    wrong = case._replace(options={**case.options, "causal": causal})
-    # Twice, and beside the right one: nothing is kept of what is refused.
-    for _ in range(2):
-        case(case.tensors())
-        with pytest.raises(
-            ValueError, match=r"(?s)causal .* (must be a bool; give True or False|give causal\.item\(\))"
-        ):
-            wrong(case.tensors())
+def test_causal_is_a_bool_for_every_pattern(case: Case) -> None:
+    tensors = case.tensors()
+    for causal in (None, 2, 1, 0, 0.5, "yes", [], torch.tensor(True)):
+        if "causal" not in case.options:
+            # Native sparse attention is causal, and has no such option.
+            with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+                case(tensors, causal=causal)
+            continue
+        wrong = case._replace(options={**case.options, "causal": causal})
+        # Twice, and beside the right one: nothing is kept of what is refused.
+        for _ in range(2):
+            case(tensors)
+            with pytest.raises(
+                ValueError, match=r"(?s)causal .* (must be a bool; give True or False|give causal\.item\(\))"
+            ):
+                wrong(tensors)
 
 
 @cases
-@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan, "1", torch.tensor(1.0), [], {}], ids=repr)
 @pytest.mark.usefixtures("way")
-def test_a_scale_is_a_number_above_zero_for_every_pattern(case: Case, scale: Any) -> None:
-    with pytest.raises(ValueError, match=r"(?s)scale .*(should be a finite number|give)"):
-        case(case.tensors(), scale=scale)
+def test_a_scale_is_a_number_above_zero_for_every_pattern(case: Case) -> None:
+    tensors = case.tensors()
+    for scale in (0, -1.0, math.inf, math.nan, "1", torch.tensor(1.0), [], {}):
+        with pytest.raises(ValueError, match=r"(?s)scale .*(should be a finite number|give)"):
+            case(tensors, scale=scale)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "causal" in case.options])
-@pytest.mark.parametrize("window", [None, 3, (1,), (1, 0, 0), "ab", (1.5, 0)], ids=repr)
 @pytest.mark.usefixtures("way")
-def test_a_window_is_two_integers_for_every_pattern(name: str, window: Any) -> None:
+def test_a_window_is_two_integers_for_every_pattern(name: str) -> None:
     case = CASES[name]
-    with pytest.raises(ValueError, match=r"window .*(must be two integers|should be a valid integer)"):
-        case._replace(options={**case.options, "window": window})(case.tensors())
+    for window in (None, 3, (1,), (1, 0, 0), "ab", (1.5, 0)):
+        wrong = case._replace(options={**case.options, "window": window})
+        with pytest.raises(ValueError, match=r"window .*(must be two integers|should be a valid integer)"):
+            wrong(case.tensors())
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "causal" in case.options])
@@ -463,7 +484,6 @@ def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @cases
-@pytest.mark.parametrize("name", QKV)
 @pytest.mark.parametrize(
     ("change", "way_out"),
     [
@@ -481,13 +501,14 @@ def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("single_rank")
 def test_tensors_without_all_of_their_numbers_are_refused(
-    case: Case, name: str, change: Callable[[Tensor], Tensor], way_out: str
+    case: Case, change: Callable[[Tensor], Tensor], way_out: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"{name} (has|is a) " + way_out.replace("{}", name)):
-        case(changed(case, **{name: change}))
+    for name in QKV:
+        with pytest.raises(ValueError, match=rf"{name} (has|is a) " + way_out.replace("{}", name)):
+            case(changed(case, **{name: change}))
 
 
-@cases
+@alternate_cases
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_forward_mode_is_refused_with_a_way_out(case: Case) -> None:
     tensors = case.tensors()

@@ -16,7 +16,7 @@ from dilabench.impls.last_rows import aligned
 from dilabench.patterns import DilatedPattern, TopKBlocksPattern
 from dilabench.workload.spec import Window
 from tests.attention.every_pattern import BLOCK, BOUNDS, CASES, Case, N
-from tests.conftest import slow
+from tests.conftest import half_are_slow, slow
 
 BATCHES = {name: case for name, case in CASES.items() if not case.packed}
 PACKED = {name: case for name, case in CASES.items() if case.packed}
@@ -78,7 +78,7 @@ def compare(case: Case, bounds: Sequence[int], rows: Sequence[int], **options: A
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("rows", [1, 5, 17, N - 1, N])
+@pytest.mark.parametrize("rows", [1, 5, slow(17), N - 1, N])
 @pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES)
 def test_a_batch_is_the_last_rows_of_the_square(case: Case, rows: int) -> None:
     compare(case, (0, N), (rows,))
@@ -100,13 +100,15 @@ MASKS: list[tuple[bool, Window]] = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 6, 33])
-@pytest.mark.parametrize(("causal", "window"), MASKS)
 @pytest.mark.parametrize(
-    "name", ["dense", "dilated", "window_sink", "column_bounds", "block_sparse", "selected_blocks"]
+    ("name", "mask", "rows"),
+    half_are_slow(
+        ["dense", "dilated", "window_sink", "column_bounds", "block_sparse", "selected_blocks"], MASKS, [1, 6, 33]
+    ),
+    ids=str,
 )
-def test_every_mask(name: str, causal: bool, window: Window, rows: int) -> None:
-    case = BATCHES[name]
+def test_every_mask(name: str, mask: tuple[bool, Window], rows: int) -> None:
+    case, (causal, window) = BATCHES[name], mask
     case = case._replace(options={**case.options, "causal": causal, "window": window})
     compare(case, (0, N), (rows,))
 
@@ -155,11 +157,14 @@ def caches(case: Case, lengths: Sequence[int], rows: int) -> tuple[dict[str, Ten
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("as_tensor", [True, False], ids=["tensor", "list"])
-@pytest.mark.parametrize(("lengths", "rows"), [((48, 20, 20), 1), ((17, 33), 5), ((30,), 30)], ids=str)
-@pytest.mark.parametrize("case", BATCHES.values(), ids=BATCHES)
-def test_the_keys_that_are_there(case: Case, lengths: tuple[int, ...], rows: int, as_tensor: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "over", "as_tensor"),
+    half_are_slow(BATCHES, [((48, 20, 20), 1), ((17, 33), 5), ((30,), 30)], [True, False]),
+    ids=str,
+)
+def test_the_keys_that_are_there(name: str, over: tuple[tuple[int, ...], int], as_tensor: bool) -> None:
     """NaN behind the keys of an item changes no result and no gradient, which is 0 there."""
+    case, (lengths, rows) = BATCHES[name], over
     tensors, items = caches(case, lengths, rows)
     inputs = leaves(tensors)
     given: Any = torch.tensor(lengths) if as_tensor else lengths
@@ -349,7 +354,10 @@ GROWING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(GROWING[name], id=name, marks=[pytest.mark.slow] * (name == "window")) for name in GROWING],
+)
 def test_no_graph_is_compiled_anew_as_a_cache_grows(options: dict[str, Any], steps: int) -> None:
     """The results of single tokens, whose items have unequal lengths, are those of the whole pass."""
     torch._dynamo.reset()

@@ -43,9 +43,12 @@ def _seen(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse.masked_fill(lse.isinf(), 0.0)
 
 
+@pytest.mark.parametrize(
+    "fast", [pytest.param(True, id="projected"), pytest.param(False, id="whole", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_gradcheck(call: Call) -> None:
-    assert torch.autograd.gradcheck(lambda *x: _seen(call(*x)), _inputs())
+def test_gradcheck(call: Call, fast: bool) -> None:
+    assert torch.autograd.gradcheck(lambda *x: _seen(call(*x)), _inputs(), fast_mode=fast)
     of_lse = [*_inputs()[:2], _inputs()[2].detach()]
     assert torch.autograd.gradcheck(lambda *x: _seen(call(*x))[1], of_lse, fast_mode=True)
 

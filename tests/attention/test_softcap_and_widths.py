@@ -23,6 +23,7 @@ from dilabench.machine import detect
 from dilabench.patterns import DilatedPattern, WindowSinkPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 # rows, keys, H, K, D, Dv
@@ -87,23 +88,22 @@ def _check(inputs: list[Tensor], options: dict[str, Any], softcap: float | None,
         assert (result.double() - value).norm() <= BOUNDS[out.dtype] * value.norm()
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+COMPUTED = [
+    ("math", torch.float64),
+    ("math", torch.bfloat16),
+    ("flash-cpu", torch.float32),
+    ("flash-cpu", torch.bfloat16),
+    ("sdpa-flash", torch.float32),
+]
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [
-        ("math", torch.float64),
-        ("math", torch.bfloat16),
-        ("flash-cpu", torch.float32),
-        ("flash-cpu", torch.bfloat16),
-        ("sdpa-flash", torch.float32),
-    ],
-    ids=str,
+    ("computed", "shape", "options", "softcap"), half_are_slow(COMPUTED, SHAPES, MASKS, [None, 1.5]), ids=str
 )
 def test_results_and_gradients_are_those_of_the_formula(
-    backend: str, dtype: torch.dtype, shape: str, options: dict[str, Any], softcap: float | None
+    computed: tuple[str, torch.dtype], shape: str, options: dict[str, Any], softcap: float | None
 ) -> None:
+    backend, dtype = computed
     if backend == "flash-cpu" and not flash.serves(torch.float32):
         pytest.skip("needs a C++ compiler, none works here")
     inputs = _inputs(shape, dtype)

@@ -204,12 +204,17 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_each_mask(parameters: list[Any]) -> Iterator[object]:
-    """With every mask; what torch.compile makes with every mask in one dtype, and with one mask in every dtype."""
+    """With every mask; what torch.compile makes with every mask in one dtype, and with one mask in every dtype.
+
+    On a CPU every second mask of a dtype is slow, the others of the next dtype.
+    """
     for one in parameters:
-        backend, _, dtype = one.values
+        backend, device, dtype = one.values
         for index, (causal, window) in enumerate(MASKS):
             if not backend.compiles or dtype == "bfloat16" or index == 2:
-                yield pytest.param(*one.values, causal, window, id=f"{one.id}-mask{index}", marks=one.marks)
+                later = device == "cpu" and (index + [*DTYPES].index(dtype)) % 2
+                marks = [*one.marks, pytest.mark.slow] if later else one.marks
+                yield pytest.param(*one.values, causal, window, id=f"{one.id}-mask{index}", marks=marks)
 
 
 def shapes_and_layouts(

@@ -17,6 +17,7 @@ from dilabench.backends import flex
 from dilabench.backends.adapt import Sequences
 from dilabench.backends.band import Band
 from tests.backends.test_packed import LENGTHS, LOOKING_AHEAD, MASKS, agrees_with_math
+from tests.conftest import half_are_slow
 
 LENGTH = st.one_of(st.integers(1, 9), st.sampled_from([63, 127, 128, 129, 260]))
 BANDS = [(-1, -1), (-1, 0), (0, 0), (40, 0), (200, 0), (3, 7)]
@@ -90,8 +91,7 @@ def eager(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("mask", [*MASKS, LOOKING_AHEAD])
+@pytest.mark.parametrize(("mask", "lengths"), half_are_slow([*MASKS, LOOKING_AHEAD], LENGTHS), ids=str)
 def test_results_of_the_eager_form(mask: dict[str, Any], lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager(monkeypatch)
     agrees_with_math(flex.packed, "cpu", torch.float32, lengths, **mask)

@@ -28,6 +28,7 @@ from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
 from tests.backends import test_foreign_interfaces as foreign
+from tests.conftest import half_are_slow
 
 BOUNDS = (0, 13, 14, 47, 96)
 # Bounds of queries, and of keys where these have their own.
@@ -247,26 +248,22 @@ MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": 
 LOOKING_AHEAD = {"window": (4, 3)}
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("mask", [*MASKS, LOOKING_AHEAD])
+OF_LIBRARIES: dict[str, tuple[PackedKernel, Callable[..., None]]] = {
+    "flash2": (flash2.packed, install_flash2),
+    "flash3": (flash3.packed, install_flash3),
+    "flash4": (flash4.packed, install_flash4),
+    "sdpa-flash": (flash_cuda.packed, install_sdpa_flash),
+    "sdpa-efficient": (efficient.packed, install_efficient),
+}
+
+
 @pytest.mark.parametrize(
-    ("kernel", "install"),
-    [
-        (flash2.packed, install_flash2),
-        (flash3.packed, install_flash3),
-        (flash4.packed, install_flash4),
-        (flash_cuda.packed, install_sdpa_flash),
-        (efficient.packed, install_efficient),
-    ],
-    ids=["flash2", "flash3", "flash4", "sdpa-flash", "sdpa-efficient"],
+    ("name", "mask", "lengths"), half_are_slow(OF_LIBRARIES, [*MASKS, LOOKING_AHEAD], LENGTHS), ids=str
 )
 def test_calls_fit_the_recorded_signature(
-    kernel: PackedKernel,
-    install: Callable[..., None],
-    mask: dict[str, Any],
-    lengths: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, mask: dict[str, Any], lengths: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernel, install = OF_LIBRARIES[name]
     install(monkeypatch)
     if mask == LOOKING_AHEAD and kernel is efficient.packed and lengths == "same keys":
         with pytest.raises(ValueError, match="sdpa-efficient has only causal windows"):
@@ -369,9 +366,13 @@ def test_one_launch_where_rows_see_whole_stretches(pattern: dict[str, Any], kind
     is_the_formula(function, wanted)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 3, 6])
-@pytest.mark.parametrize("mask", [{"causal": False}, {"window": (9, 0)}, {"causal": False, "window": (7, 5)}])
-@pytest.mark.parametrize("offset_by", ["head", "kv_head"])
+@pytest.mark.parametrize(
+    ("offset_by", "mask", "kv_heads"),
+    half_are_slow(
+        ["head", "kv_head"], [{"causal": False}, {"window": (9, 0)}, {"causal": False, "window": (7, 5)}], [1, 3, 6]
+    ),
+    ids=str,
+)
 def test_branches_of_heads_that_share_keys(offset_by: str, mask: dict[str, Any], kv_heads: int) -> None:
     wanted = workload({**TWO_BRANCHES, "offset_by": offset_by}, num_heads=6, num_kv_heads=kv_heads, **mask)
     backend = replace(load_backend(discover().catalogue.backends.get("math")), packed=MATH)

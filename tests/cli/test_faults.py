@@ -270,7 +270,7 @@ def test_rows_of_another_kind_are_refused(cli, tmp_path, rows):
         refused(cli(*command))
 
 
-@pytest.mark.parametrize("half", ["\\ud800", "\\udcff", "a\\udbffb"])
+@pytest.mark.parametrize("half", ["\\ud800", "\\udcff", slow("a\\udbffb")])
 def test_half_a_surrogate_pair_is_spelt_out_wherever_a_record_goes(cli, make_row, make_record, half):
     document = make_record([make_row()], run_id="half", suite="HALF", argv=("HALF",)).model_dump_json()
     Path("run.json").write_text(document.replace("HALF", half))
@@ -370,7 +370,7 @@ def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, 
         (">&-", 3, "standard output cannot be written: it is closed"),
         ("| true", 0, ""),
         slow(">/dev/null 2>&-", 0, ""),
-        (">/dev/null 2>/dev/full", 0, ""),
+        slow(">/dev/null 2>/dev/full", 0, ""),
     ],
 )
 @pytest.mark.parametrize(
@@ -660,7 +660,7 @@ leave_by_signals(0)
 """
 
 
-@pytest.mark.parametrize("place", ["del", "del, twice", "isinstance", "except", "C", "class body"])
+@pytest.mark.parametrize("place", ["del", slow("del, twice"), "isinstance", "except", "C", slow("class body")])
 def test_an_interrupt_that_a_library_keeps_to_itself_comes_again(place):
     command = [sys.executable, "-c", KEPT, place]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50, check=False)

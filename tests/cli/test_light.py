@@ -26,7 +26,8 @@ NUMERIC = ["scipy", "psutil"]
     [
         (["--help"], [*TORCH, *NUMERIC, "numpy", "rich"]),
         slow(["--version"], TORCH),
-        *(([command, "--help"], [*TORCH, *NUMERIC, "numpy"]) for command in ("run", "verify", "compare")),
+        *(([command, "--help"], [*TORCH, *NUMERIC, "numpy"]) for command in ("run", "compare")),
+        slow(["verify", "--help"], [*TORCH, *NUMERIC, "numpy"]),
         (["list"], [*TORCH, *NUMERIC]),
         slow(["list", "--why", "--json"], TORCH),
         (["describe", "medium"], [*TORCH, *NUMERIC]),

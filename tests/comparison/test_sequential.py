@@ -113,7 +113,7 @@ def checks(count=300, **machine):
     return [Machine(rng, **machine).check() for _ in range(count)]
 
 
-@pytest.mark.parametrize("noise", [normal, heavy, disturbed])
+@pytest.mark.parametrize("noise", [slow(normal), heavy, disturbed])
 @pytest.mark.parametrize(
     ("spread", "stored", "cases"),
     [
@@ -136,7 +136,7 @@ def test_identical_code_is_called_slower_or_faster_at_most_once_in_two_hundred(n
         assert binomial_interval(hits, len(found)).low <= 1 / 200
 
 
-@pytest.mark.parametrize("noise", [normal, heavy, disturbed])
+@pytest.mark.parametrize("noise", [slow(normal), slow(heavy), disturbed])
 @pytest.mark.parametrize(("spread", "cases"), [(0.03, 1), slow(0.05, 2), slow(0.003, 6)])
 def test_one_stored_session_makes_no_false_alarm(noise, spread, cases):
     """If something disturbed it, the new ones look faster, which fails no gate."""
@@ -153,14 +153,14 @@ def test_slower_and_faster_err_alike_and_once_in_two_hundred_where_noise_is_all_
     assert share([Code.FASTER in codes for codes in found], True) <= 1 / 200
 
 
-@pytest.mark.parametrize("drift", [0.0005, -0.0005])
+@pytest.mark.parametrize("drift", [0.0005, slow(-0.0005)])
 def test_a_slow_drift_of_the_machine_is_no_change(drift):
     found = checks(spread=0.003, drift=drift)
     assert not any(code in (Code.SLOWER, Code.FASTER) for codes in found for code in codes)
 
 
 @pytest.mark.parametrize(
-    ("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.02, 1, 0.90), slow(0.03, 5, 0.90), slow(0.04, 8, 0.85)]
+    ("spread", "stored", "wanted"), [(0.003, 5, 0.99), slow(0.02, 1, 0.90), slow(0.03, 5, 0.90), slow(0.04, 8, 0.85)]
 )
 def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, stored, wanted):
     found = [code for codes in checks(spread=spread, stored=stored) for code in codes]
@@ -168,7 +168,7 @@ def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, store
 
 
 @pytest.mark.parametrize("looks", [1, slow(4)])
-@pytest.mark.parametrize("effect", [0.10, 0.25])
+@pytest.mark.parametrize("effect", [0.10, slow(0.25)])
 def test_no_change_above_less_than_the_change_is_said_at_most_once_in_twenty(looks, effect):
     """However often it is looked at, within either resolution."""
     rng, most = np.random.default_rng(7), 3 * 2 ** (looks - 1)
@@ -180,7 +180,7 @@ def test_no_change_above_less_than_the_change_is_said_at_most_once_in_twenty(loo
 
 @pytest.mark.parametrize(
     ("spread", "effect", "wanted"),
-    [(0.01, 0.10, 0.95), slow(0.02, 0.10, 0.70), (0.03, 0.20, 0.95), slow(0.04, 0.20, 0.80)],
+    [(0.01, 0.10, 0.95), slow(0.02, 0.10, 0.70), slow(0.03, 0.20, 0.95), slow(0.04, 0.20, 0.80)],
 )
 def test_a_slow_down_is_found(spread, effect, wanted):
     found = [codes[0] for codes in checks(spread=spread, effect=effect)]

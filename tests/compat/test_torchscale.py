@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dilabench.compat.torchscale import DilatedAttention, Multiway, XPos, packed, patch
 from tests.attention.compared import BOUNDS
+from tests.conftest import half_are_slow
 
 # What torchscale's own module gave in float64, as tests/impls/test_torchscale_golden.py says.
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
@@ -243,8 +244,9 @@ class Decoder(nn.Module):
         return x @ self.embed.weight.T
 
 
-@pytest.mark.parametrize("prompt", [1, 13])
-@pytest.mark.parametrize("changes", [{}, {"xpos_rel_pos": True}, {"multiway": True}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "prompt"), half_are_slow([{}, {"xpos_rel_pos": True}, {"multiway": True}], [1, 13]), ids=str
+)
 def test_a_decoder_generates_the_logits_of_the_whole_pass(changes: dict[str, Any], prompt: int) -> None:
     """Over several segments of each length; multiway modules apply their first copy to all."""
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from dilabench.patterns import (  # noqa: E402
     WindowSinkPattern,
 )
 from dilabench.patterns.pattern import Pattern  # noqa: E402
-from tests.conftest import slow  # noqa: E402
+from tests.conftest import half_are_slow, slow  # noqa: E402
 
 LONGNET = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
 SIZES = {
@@ -411,8 +411,9 @@ def test_the_refusal_of_an_unknown_name_lists_ours() -> None:
         ours.set_attn_implementation("dilabnch")
 
 
-@pytest.mark.parametrize("kind", ["bart", "mbart", "pegasus", "marian", "blenderbot", "plbart"])
-@pytest.mark.parametrize("length", [7, 8, 9])
+@pytest.mark.parametrize(
+    ("kind", "length"), half_are_slow(["bart", "mbart", "pegasus", "marian", "blenderbot", "plbart"], [7, 8, 9])
+)
 def test_padding_of_an_encoder_hides_no_rows_of_the_decoder(
     kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

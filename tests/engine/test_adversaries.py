@@ -92,8 +92,8 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         slow("LseIsNone", {}, "lse: with_lse returned (Tensor, NoneType)"),
         ("default_dtype_in_calls", {}, "settings: a call changed settings of all of torch: default dtype"),
         ("exp_without_maximum", {}, "large_scores: "),
-        ("scores_clamped", {}, "large_scores: "),
-        ("maximum_over_all_rows", {}, "large_scores: "),
+        slow("scores_clamped", {}, "large_scores: "),
+        slow("maximum_over_all_rows", {}, "large_scores: "),
         slow("exp_without_maximum", {"dtype": "bfloat16"}, "large_scores: "),
         slow("scores_clamped", {"mode": "both"}, "large_scores: "),
         ("wrong_after_10", {}, TIMED),
@@ -124,7 +124,7 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
         slow("zeroes_v_both", {"mode": "both"}, "timed_inputs"),
         slow("equal_keys", {}, "timed_inputs"),
         ("gradients_in_forward", {"mode": "backward"}, TIMED),
-        ("gradients_of_known_signs", {"mode": "backward", "timing": "warmup"}, TIMED),
+        slow("gradients_of_known_signs", {"mode": "backward", "timing": "warmup"}, TIMED),
         slow("made_up_gradients", {"mode": "both"}, TIMED),
         ("lazy_on_the_instance", {}, "extra attributes (detach)"),
         slow("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
@@ -135,12 +135,12 @@ OVER_A_CACHE = {"seq_len": 93, "query_len": 5}
             "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left",
         ),
         ("lazy_by_function", {}, "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left"),
-        ("leaves_a_profile_function", {}, "intact: after a timed call sys.setprofile was used"),
+        slow("leaves_a_profile_function", {}, "intact: after a timed call sys.setprofile was used"),
         slow("leaves_a_trace_function", {}, "intact: after a timed call sys.settrace was used"),
         slow("leaves_a_signal_handler", {}, "intact: after a timed call the handler of SIGALRM was replaced"),
         slow("leaves_a_callback_of_collections", {}, "intact: after a timed call gc.callbacks was changed"),
         ("replaces_the_clock_of_wall", {}, "defaults of Wall.__init__ were replaced"),
-        ("replaces_a_maximum", {}, "World.max_over_ranks was replaced"),
+        slow("replaces_a_maximum", {}, "World.max_over_ranks was replaced"),
         slow("replaces_code", {}, "code of Traffic.add was replaced"),
         slow("replaces_finfo", {}, "intact: after a timed call torch.finfo was replaced"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
@@ -214,11 +214,11 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
     ("name", "why"),
     [
         ("Averages", "called its attribute 'attention' never"),
-        ("Inlines", "called its attribute 'attention' never"),
+        slow("Inlines", "called its attribute 'attention' never"),
         ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' already scales"),
         ("SwapsKeysAndValues", "k is 1.5 times a projection"),
         ("AddsAMean", "with 'attention' replaced by a constant, position "),
-        ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),
+        slow("IgnoresItsCore", "with 'attention' replaced by a constant, position "),
         ("CallsTwice", "called its attribute 'attention' 2 times"),
         ("ShiftsKeys", "of k depends on position "),
         ("HonestForConstants", "'attention' replaced by a constant, position "),
@@ -237,7 +237,7 @@ def test_a_module_is_projections_around_its_attention(outcome, name, why):
     ("name", "mode", "check"),
     [
         ("GoesStale", "forward", "timed_out"),
-        ("WithoutGradientsWhenTimed", "both", "timed_gradients"),
+        slow("WithoutGradientsWhenTimed", "both", "timed_gradients"),
         slow("WithoutParameterGradientsWhenTimed", "both", "timed_gradients"),
         slow("WithoutGradientsInSomeCalls", "both", "timed_gradients"),
     ],
@@ -266,6 +266,7 @@ def test_a_time_of_work_that_was_done_before_is_not_quoted(outcome, name):
     assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
 
 
+@pytest.mark.slow
 def test_a_memo_of_all_inputs_gains_nothing_in_batches_of_calls(outcome):
     found = outcome("memo_of_all_values", timing="warmup", seq_len=64)
     assert isinstance(found, Measured), found.why

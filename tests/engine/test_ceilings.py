@@ -6,6 +6,7 @@ import torch
 from dilabench.engine.device import device as devices
 from dilabench.engine.device.device import LONGEST_S, REPEATS, measure_ceilings
 from dilabench.metadata import matmul_key
+from tests.conftest import half_are_slow
 
 CPU = torch.device("cpu")
 SLOW, FAST = 1e9, 1e12
@@ -34,17 +35,16 @@ def products(monkeypatch):
     return at
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("own", "wide"), [(SLOW, FAST), (FAST, SLOW)], ids=["slow in half", "fast in half"])
-def test_half_precision_reaches_the_rate_of_float32_on_a_cpu(half, own, wide, products):
+@pytest.mark.parametrize(("half", "rates"), half_are_slow(["float16", "bfloat16"], [(SLOW, FAST), (FAST, SLOW)]))
+def test_half_precision_reaches_the_rate_of_float32_on_a_cpu(half, rates, products):
     """Processors without instructions for half precision multiply it in float32."""
+    own, wide = rates
     products({getattr(torch, half): own, torch.float32: wide})
     flops = {dtype: measure_ceilings(CPU, [dtype])[matmul_key(dtype)] for dtype in (half, "float32")}
     assert flops == pytest.approx({half: max(own, wide), "float32": wide})
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("rate", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize(("dtype", "rate"), half_are_slow(["float16", "bfloat16", "float32", "float64"], [SLOW, FAST]))
 def test_a_large_product_is_multiplied_only_by_a_device_that_is_fast_enough(dtype, rate, products):
     measured = products({getattr(torch, dtype): rate, torch.float32: rate})
     measure_ceilings(CPU, [dtype])

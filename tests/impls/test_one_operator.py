@@ -12,6 +12,7 @@ from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
 from dilabench.impls import gather, one_operator, operator_rules, strided
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow, slow
 
 # Heads that no rate divides, a short last segment, shared keys.
 WORKLOAD = Workload.model_validate(
@@ -56,8 +57,11 @@ def _nothing_compiled_before() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("build", [gather.build, strided.build], ids=["gather", "strided"])
+@pytest.mark.parametrize(
+    ("backend", "build"),
+    half_are_slow(BACKENDS, [gather.build, strided.build]),
+    ids=lambda value: getattr(value, "__module__", value),
+)
 def test_is_one_graph_and_gives_the_same(build: Any, backend: str) -> None:
     function = build(WORKLOAD, context(backend))
     explanation = torch._dynamo.explain(function)(*inputs())
@@ -147,7 +151,7 @@ def test_one_graph_takes_any_bounds_in_a_tensor() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, slow(False)])
 def test_packings_are_right_up_to_torchs_limit_of_graphs_which_is_told(
     fullgraph: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import cxx_compiler
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow
 
 CPU = torch.device("cpu")
 
@@ -248,10 +249,12 @@ class InPlace:
         return LoadedBackend("test", math.attend, math.attend_backward, merging=kernel)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("fields", [{}, {"causal": True, "num_kv_heads": 2}, {"seq_len": 500}])
-@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
-@pytest.mark.parametrize("in_rectangles", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "fields", "merge_grad", "in_rectangles"),
+    half_are_slow(
+        [1, 2], [{}, {"causal": True, "num_kv_heads": 2}, {"seq_len": 500}], ["exact", "detached"], [False, True]
+    ),
+)
 def test_a_kernel_that_merges_writes_where_results_belong(
     batch: int, fields: dict[str, Any], merge_grad: str, in_rectangles: bool
 ) -> None:

@@ -21,6 +21,7 @@ from dilabench.engine.verify.oracle import reference
 from dilabench.impls import gather, strided
 from dilabench.impls.peers import torchscale
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
@@ -31,8 +32,14 @@ def torchscale_as_recorded(monkeypatch):
     monkeypatch.setenv("DILABENCH_PEERS", str(Path(__file__).parent / "peers" / "recorded"))
 
 
-@pytest.mark.parametrize("name", ["gigapath_scaled", "heads_no_multiple_of_rate", "short_last_segment", "whole_causal"])
-@pytest.mark.parametrize("module", [reference, gather, strided, torchscale], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    half_are_slow(
+        [reference, gather, strided, torchscale],
+        ["gigapath_scaled", "heads_no_multiple_of_rate", "short_last_segment", "whole_causal"],
+    ),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_outputs_and_gradients_are_torchscales(module: ModuleType, name: str) -> None:
     with np.load(GOLDEN / f"{name}.npz") as file:
         saved = {key: torch.from_numpy(file[key]) for key in file.files if key != "config"}

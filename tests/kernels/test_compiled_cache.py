@@ -16,6 +16,7 @@ from dilabench.choice import descriptors
 from dilabench.choice.ways import own_ways
 from dilabench.kernels.cpu import compiled, flash
 from dilabench.machine import cxx_compiler, detect
+from tests.conftest import slow
 
 pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none works here")
 
@@ -86,10 +87,10 @@ def answer(tmp_path: Path, folder: Path, compiler: str, fault: str = "") -> tupl
         (None, FULL, "File too large"),
         (None, NOEXEC, "failed to map segment"),
         ('[ -n "$out" ] && echo "int main() {}" > "$out"', "", "cannot be loaded: .*invalid ELF header|file too short"),
-        ("exit 0", "", "cannot be loaded"),
+        slow("exit 0", "", "cannot be loaded"),
         ("rm -f $out", "", "No such file or directory"),
         ("exit 1", "", "does not compile .* it ended with 1 and no message"),
-        ('kill -9 $$ # "$out"', "", "does not compile"),
+        slow('kill -9 $$ # "$out"', "", "does not compile"),
     ],
     ids=["sound", "full", "noexec", "only-preprocesses", "writes-nothing", "removes", "fails-silently", "is-killed"],
 )
@@ -106,7 +107,7 @@ def test_a_compiler_or_folder_that_fails(library_file, tmp_path, compiler, fault
     assert not list(folder.glob("*"))
 
 
-@pytest.mark.parametrize("kind", ["file", "link-to-nothing", "below-a-file", "proc"])
+@pytest.mark.parametrize("kind", ["file", slow("link-to-nothing"), slow("below-a-file"), "proc"])
 def test_a_folder_that_cannot_be_made(library_file, tmp_path, kind):
     folder = tmp_path / "cache"
     if kind == "link-to-nothing":

@@ -85,6 +85,7 @@ CASES = [*DILATED, *NARROW, *POISONED, *APART, *BLOCKS]
 COMBINED = {
     "odd length",
     "rates beside segments, boxes, padded",
+    "batch, left over",
     "batch, padded",
     "batch, rates beside segments, left over",
     "window",
@@ -103,12 +104,16 @@ COMBINED = {
     "window, causal, boxes, padded",
     "one range",
 }
-# Two of these properties at once, whose kernels other cases launch as well: slow, too.
+# What others have with a further property, or two of these properties at once, whose kernels other cases launch as
+# well: slow, too.
 LATER = {
+    "uncovered rows",
+    "tokens left over",
     "one mask",
     "rates beside segments, left over",
     "batch, window, left over",
     "columns of zeros",
+    "half tiles, tokens left over",
     "narrow, rates beside segments, left over",
     "narrow, growing logits",
     "narrow, window, left over",

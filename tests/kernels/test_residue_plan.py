@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -21,7 +22,7 @@ from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import WorkloadRequest
-from tests.conftest import slow
+from tests.conftest import half_are_slow, slow, slow_but_every
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
@@ -55,11 +56,8 @@ GROUPED = [
 
 
 # Before and behind each query: of one class and of others, none on one side, wider than a tile, wider than segments.
-WINDOWS = [
-    (5, 3),
-    (0, 70),
-    *map(slow, ((33, -1), (100, 40), (400, 400))),
-]
+WINDOWS = [(5, 3), (0, 70)]
+SLOW_WINDOWS = [(33, -1), (100, 40), (400, 400)]
 
 
 def within(window: tuple[int, int], queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -115,9 +113,9 @@ def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal:
     return count
 
 
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, *GROUPED], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "causal", "by_key"), half_are_slow([*SHAPES, *GROUPED], [False, True], [False, True]), ids=str
+)
 def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None:
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = shape
     only = grouped[0] if grouped else None
@@ -129,10 +127,14 @@ def test_tables_spell_out_the_pattern(shape, causal: bool, by_key: bool) -> None
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "window", "causal", "by_key"),
+    [
+        *half_are_slow(SHAPES, WINDOWS, [False, True], [False, True]),
+        *itertools.starmap(slow, itertools.product(SHAPES, SLOW_WINDOWS, [False, True], [False, True])),
+    ],
+    ids=str,
+)
 def test_tables_of_windows(shape, window: tuple[int, int], causal: bool, by_key: bool) -> None:
     n, heads, kv_heads, segments, rates, *offsets = shape
     if causal:
@@ -335,8 +337,9 @@ def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
     assert (kept.get("third"), kept.get("fourth")) == (third, fourth)
 
 
-@pytest.mark.parametrize("case", SHAPES)
-@pytest.mark.parametrize("few", [0, slow(1 << 16)])
+@pytest.mark.parametrize(
+    ("case", "few"), [*slow_but_every(2, ((case, 0) for case in SHAPES)), *(slow(case, 1 << 16) for case in SHAPES)]
+)
 def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of the length that many have in common are those of each, made here or on the device."""
     n, heads, kv_heads, segments, rates, offset, offset_by = case

@@ -273,20 +273,23 @@ def test_a_check_that_fails_is_the_reason_against_its_case(field: str, rule: Any
 # Suites.
 
 
-@pytest.mark.parametrize("ask", ["cases", "follow-up", "within all"])
+FAILING_SUITES = {
+    **FAILING,
+    nothing: "returned None; it must return a sequence of PlannedCase",
+    numbers: "planned 3, which is no PlannedCase",
+    zero: "returned 0; it must return a sequence of PlannedCase",
+    text: "returned 'a text'; it must return a sequence of PlannedCase",
+    halfway: "OSError: gone",
+}
+
+
 @pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        *FAILING.items(),
-        (nothing, "returned None; it must return a sequence of PlannedCase"),
-        (numbers, "planned 3, which is no PlannedCase"),
-        (zero, "returned 0; it must return a sequence of PlannedCase"),
-        (text, "returned 'a text'; it must return a sequence of PlannedCase"),
-        (halfway, "OSError: gone"),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ("ask", "function"),
+    slow_but_every(2, product(["cases", "follow-up", "within all"], FAILING_SUITES)),
+    ids=lambda one: getattr(one, "__name__", one),
 )
-def test_a_suite_that_fails_is_named(ask: str, function: Any, reason: str) -> None:
+def test_a_suite_that_fails_is_named(ask: str, function: Any) -> None:
+    reason = FAILING_SUITES[function]
     suite = Suite("mine", "for a test", target(function), follow_up=target(function))
     found = found_with("suites", suite)
     planner = Planner(found.catalogue, CPU, run_request(found.catalogue, suite="mine"))

@@ -96,7 +96,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 @pytest.mark.parametrize(
     ("ending", "at_import"),
     [
-        *((ending, False) for ending in ENDINGS),
+        *((ending, False) for ending in ENDINGS if ending != "a signal"),
+        slow("a signal", False),
         ("os._exit", True),
         slow("exit in C", True),
         slow("an interrupt of its own", True),

@@ -20,6 +20,7 @@ from dilabench.plugins.descriptors import Backend, Capabilities, Implementation,
 from dilabench.record import Case, GpuInfo
 from dilabench.runs.verification import SHAPE
 from dilabench.workload.spec import Workload, WorkloadRequest
+from tests.conftest import half_are_slow
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 H200 = GpuInfo(name="H200", compute_capability="9.0")
@@ -160,8 +161,9 @@ def tried_workloads():
     ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", manager.discover().catalogue.implementations.names)
+@pytest.mark.parametrize(
+    ("name", "device"), half_are_slow(manager.discover().catalogue.implementations.names, ["cpu", "cuda"])
+)
 def test_our_own_capabilities_answer_for_every_pattern(name, device):
     """Rules of plug-ins that fail become reasons of the catalogue; those of dilabench must not fail."""
     implementation = manager.discover().catalogue.implementations.get(name)

@@ -39,7 +39,7 @@ CHANGE = rf"[+-]?{NUMBER} %(?:, {NUMBER}x (?:slower|faster))?"
 read = cache(read_record)
 
 
-@pytest.fixture(params=[slow(path) if at % 2 else path for at, path in enumerate(RECORDS)])
+@pytest.fixture(params=[slow(path) if at % 4 else path for at, path in enumerate(RECORDS)])
 def record(request) -> RunRecord:
     return read(request.param)
 

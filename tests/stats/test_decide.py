@@ -13,6 +13,7 @@ from dilabench.stats.decisions.decide import Policy, decide, judge_many
 from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code, confirm
 from dilabench.stats.samples.location import Interval
+from tests.conftest import random_examples
 
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}
 NO_FLOOR = Policy(user_margin=0.02, resolution=0.02, min_change_ns=0)
@@ -43,7 +44,7 @@ def known(log_ratio=0.0, se=0.001, **changes):
     return replace(base, **changes)
 
 
-@given(sessions, st.sampled_from([0.0, 0.03, 0.3]))
+@random_examples(30, 100, rounds=sessions, shift=st.sampled_from([0.0, 0.03, 0.3]))
 def test_exchanging_the_sides_mirrors_the_verdict(rounds, shift):
     rounds = [[(a, [x * (1 + shift) for x in b]) for a, b in session] for session in rounds]
     there, back = judge(PairedRounds(rounds), NO_FLOOR), judge(PairedRounds(swapped(rounds)), NO_FLOOR)
@@ -55,7 +56,7 @@ def test_exchanging_the_sides_mirrors_the_verdict(rounds, shift):
         assert back.numbers.p_faster == pytest.approx(there.numbers.p_slower, rel=1e-6, abs=1e-12)
 
 
-@given(sessions, st.sampled_from([2, 16, 1024]))
+@random_examples(30, 100, rounds=sessions, factor=st.sampled_from([2, 16, 1024]))
 def test_scaling_both_sides_leaves_the_verdict(rounds, factor):
     policy = Policy(user_margin=0.02, min_change_ns=2000)
     larger = replace(policy, min_change_ns=2000 * factor)

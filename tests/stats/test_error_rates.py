@@ -5,12 +5,13 @@ import pytest
 
 from dilabench.stats.decisions.decide import Policy, detection_rate, judge_many
 from dilabench.stats.decisions.verdicts import Code
+from tests.conftest import slow
 
 CPU = Policy.for_device("cpu")
 GPU = Policy.for_device("cuda")
 
 
-@pytest.mark.parametrize(("sessions", "repeats"), [(1, 1500), (2, 500), (3, 400), (5, 300)])
+@pytest.mark.parametrize(("sessions", "repeats"), [(1, 1500), slow(2, 500), slow(3, 400), (5, 300)])
 def test_identical_code_is_called_slower_at_most_once_in_two_hundred(cpu_noise, sessions, repeats):
     cells = cpu_noise.cells(np.random.default_rng(sessions), repeats, sessions=sessions)
     verdicts = judge_many(cells, CPU)
@@ -44,7 +45,7 @@ def test_same_is_proven_rather_than_assumed(gpu_noise):
 
 
 @pytest.mark.parametrize(
-    ("sessions", "low", "high"), [(1, 0.93, 0.99), (2, 0.93, 0.99), (3, 0.93, 1.0), (5, 0.93, 0.995)]
+    ("sessions", "low", "high"), [(1, 0.93, 0.99), slow(2, 0.93, 0.99), slow(3, 0.93, 1.0), (5, 0.93, 0.995)]
 )
 def test_interval_covers_the_true_ratio(cpu_noise, sessions, low, high):
     cells = cpu_noise.cells(np.random.default_rng(40), 600, effect=0.07, sessions=sessions)

@@ -26,12 +26,13 @@ RECORDS = [
 ]
 
 
+@pytest.fixture(scope="module")
 def records():
     return [(json.loads(text_of(path)), read_record(path)) for path in RECORDS]
 
 
-def test_every_record_of_the_documentation_loads_with_all_its_rows_texts_and_samples():
-    for old, new in records():
+def test_every_record_of_the_documentation_loads_with_all_its_rows_texts_and_samples(records):
+    for old, new in records:
         assert len(new.rows) == len(old["rows"]) > 0
         for before, row in zip(old["rows"], new.rows, strict=True):
             assert before["outcome"].get("why") == getattr(row.outcome, "why", None)
@@ -159,8 +160,8 @@ def test_a_row_that_is_none_is_refused(tmp_path):
         migrated({"schema_version": "1.0", "rows": [{"planned": {}}]}, tmp_path)
 
 
-def test_check_names_of_every_record_are_members_and_stay_as_they_are_written():
-    for old, new in records():
+def test_check_names_of_every_record_are_members_and_stay_as_they_are_written(records):
+    for old, new in records:
         for before, row in zip(old["rows"], new.rows, strict=True):
             written = [one["name"] for one in (before["outcome"].get("verification") or {}).get("checks", ())]
             found = getattr(row.outcome, "verification", None)

@@ -17,6 +17,7 @@ from dilabench.suites.extreme.cases import follow_up, searches
 from dilabench.suites.extreme.findings import analyse
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 CATALOGUE = discover().catalogue
 
@@ -121,7 +122,7 @@ def test_on_a_gpu_a_right_formula_leaves_two_lengths_to_try(catalogue):
     assert search.too_long - search.longest == search.step(search.longest)
 
 
-@pytest.mark.parametrize("factor", [0.7, 0.95, 1.05, 1.5, 3.0])
+@pytest.mark.parametrize("factor", [0.7, *map(slow, (0.95, 1.05, 1.5)), 3.0])
 def test_on_a_gpu_a_wrong_formula_costs_a_few_lengths(catalogue, factor):
     lengths, search = lengths_on_a_gpu(catalogue, lambda length: factor * formula(length), memory=2**33)
     assert factor * formula(search.longest) <= 2**33 < factor * formula(search.too_long)

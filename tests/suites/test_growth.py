@@ -14,7 +14,7 @@ AXES = {"batch_size": lambda at: 1 + at, "seq_len": lambda at: 96 + 32 * at}
 
 # Only along a range do batch sizes form series.
 @pytest.mark.parametrize(
-    ("suite", "axis"), [("range", "batch_size"), *slow_but_every(2, ((suite, "seq_len") for suite in SUITES))]
+    ("suite", "axis"), [("range", "batch_size"), *slow_but_every(3, ((suite, "seq_len") for suite in SUITES))]
 )
 def test_each_further_workload_takes_as_many_calls(calls_of, make_row, make_record, suite, axis):
     # They stay until the end: a record that is freed calls functions.

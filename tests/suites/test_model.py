@@ -276,8 +276,10 @@ def test_a_user_measures_a_model_of_a_folder(tmp_path, monkeypatch, known_ceilin
 
 def test_llama_tiny_runs_on_a_cpu(tmp_path, monkeypatch, known_ceilings):
     monkeypatch.chdir(tmp_path)
-    record = dilabench.run("model", lengths=[96], packed=True, timing="simple", device="cpu")
+    names = [f"{name}-model" for name in ("sdpa", "dilabench", "identity")]
+    fields = {"lengths": [96], "packed": True, "timing": "simple", "device": "cpu"}
+    record = dilabench.run("model", implementations=names, **fields)
     rows = {row.case.implementation: row.outcome for row in record.rows}
-    assert [rows[f"{name}-model"].status for name in ("sdpa", "dilabench", "identity")] == ["measured"] * 3
+    assert [rows[name].status for name in names] == ["measured"] * 3
     assert rows["dilabench-model"].verification.passed
     assert rows["dilabench-model"].verification.timed_calls

@@ -1,7 +1,7 @@
 """Counts of work against a brute force over the definition of C (semantics.md §1 and §2)."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.patterns.answers import windowed_pairs
@@ -9,6 +9,7 @@ from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, rows_kept
 from dilabench.workload.lower_bounds import least_bytes
 from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
+from tests.conftest import random_examples
 
 
 def brute_offset(pattern, head, rate, num_heads, num_kv_heads):
@@ -86,14 +87,12 @@ def small_workloads(draw):
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(small_workloads())
+@random_examples(60, 200, workload=small_workloads())
 def test_attended_pairs_equal_the_definition(workload):
     assert attended_pairs(workload) == brute_pairs(workload)
 
 
-@settings(max_examples=200, deadline=None)
-@given(small_workloads(), st.integers(1, 23))
+@random_examples(60, 200, workload=small_workloads(), rows=st.integers(1, 23))
 def test_pairs_of_the_last_rows_equal_the_definition(workload, rows):
     workload = workload.replace(layout="padded", cu_seqlens=None)
     last = workload.replace(query_len=min(rows, workload.seq_len))

@@ -10,6 +10,7 @@ import torch
 from dilabench.engine.call.inputs import InputSet
 from dilabench.engine.call.timed_calls import MOST_KEPT, TimedCalls
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow
 
 LENGTH = 40
 
@@ -118,8 +119,7 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, l
     assert not inputs.changes.holders
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [1, 40, 9000])
+@pytest.mark.parametrize(("length", "dtype"), half_are_slow([1, 40, 9000], [torch.float32, torch.bfloat16]), ids=str)
 def test_over_ranks_all_numbers_are_new_before_every_call_and_known_later(dtype: torch.dtype, length: int) -> None:
     one = workload(seq_len=length)
     shapes = [(2, length, heads, 8) for heads in (4, 2, 2)]

@@ -12,6 +12,7 @@ from dilabench.engine.verify import summary, verify
 from dilabench.engine.verify.oracle.reference import build
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 from tests.engine.verify.conftest import failing
 
 MakeWorkload = Callable[..., Workload]
@@ -199,7 +200,7 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [slow(0), 1, slow(2)])
 def test_wrong_only_in_backward(make_workload: MakeWorkload, right: type, index: int) -> None:
     workload = make_workload(mode="both")
     function = right(workload)

@@ -16,7 +16,7 @@ from dilabench.impls.multihead import build_gather
 from dilabench.impls.ring import multihead
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
-from tests.conftest import slow
+from tests.conftest import half_are_slow, slow
 from tests.engine.verify.conftest import failing
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
@@ -44,9 +44,12 @@ class Projected(nn.Module):
         return self.o(self.attention(*parts).flatten(-2))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 40, 61)}], ids=["padded", "packed"]
+    ("changes", "dtype"),
+    half_are_slow(
+        [{}, {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 40, 61)}], ["float64", "float32", "bfloat16"]
+    ),
+    ids=str,
 )
 def test_a_right_module_passes(make_workload: MakeWorkload, right: type, dtype: str, changes: dict[str, Any]) -> None:
     workload = make_workload(mode="both", dtype=dtype, **changes)

@@ -52,7 +52,7 @@ def oracle() -> Oracle:
     return Oracle(LONG)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16", slow("float16")])
 def test_a_right_one_passes_and_the_record_says_against_what(dtype: str) -> None:
     workload = LONG.replace(dtype=dtype)
     verification = verify(attend, workload, confirmed=second())
@@ -63,7 +63,7 @@ def test_a_right_one_passes_and_the_record_says_against_what(dtype: str) -> None
     assert names >= {"out_all_rows", "dq_all_rows", "dk_all_rows", "dv_all_rows"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_15_rows_that_see_one_future_token_are_found_with_every_seed(seed: int) -> None:
     workload = LONG.replace(mode="forward")
     rows = torch.randperm(LENGTH - 2, generator=torch.Generator().manual_seed(seed))[:15]
@@ -139,7 +139,8 @@ FEW_VALUES = {"seq_len": 600, "num_heads": 4, "num_kv_heads": 2, "causal": False
 # Seeds of which at least one in each kind has rows that cancel.
 @pytest.mark.usefixtures("short_and_sampled")
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "seeds"), [(1, "float64", (3, 12)), (1, "float32", (7, 8, 14)), (2, "float32", (2, 6, 17))]
+    ("head_dim", "dtype", "seeds"),
+    [(1, "float64", (3, 12)), slow(1, "float32", (7, 8, 14)), (2, "float32", (2, 6, 17))],
 )
 def test_rows_of_few_values_that_cancel_are_right(head_dim: int, dtype: str, seeds: tuple[int, ...]) -> None:
     workload = LONG.replace(head_dim=head_dim, dtype=dtype, **FEW_VALUES)

@@ -22,7 +22,7 @@ from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
-from tests.conftest import slow
+from tests.conftest import half_are_slow, slow, slow_but_every
 
 CPU = torch.device("cpu")
 CONTEXT = BuildContext(device=CPU)
@@ -50,8 +50,7 @@ def of_square(workload: Workload, begin: int | None = None) -> Function:
     return attend
 
 
-@pytest.mark.parametrize("rows", [1, 13])
-@pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
+@pytest.mark.parametrize(("pattern", "rows"), half_are_slow(EXAMPLES, [1, 13]), ids=str)
 def test_results_and_gradients_are_the_last_rows_of_the_square(pattern: Pattern, rows: int) -> None:
     workload = last_rows(pattern, rows, dtype="float64", mode="both")
     inputs = make_inputs(workload, "heads", 1, CPU)
@@ -65,8 +64,14 @@ def test_results_and_gradients_are_the_last_rows_of_the_square(pattern: Pattern,
         torch.testing.assert_close(ours, square, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [slow(1, "bfloat16"), (13, "float32")])
-@pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "rows", "dtype"),
+    [
+        *slow_but_every(2, ((pattern, 13, "float32") for pattern in EXAMPLES)),
+        *(slow(pattern, 1, "bfloat16") for pattern in EXAMPLES),
+    ],
+    ids=str,
+)
 def test_the_right_function_passes(pattern: Pattern, rows: int, dtype: str) -> None:
     workload = last_rows(pattern, rows, dtype=dtype, mode="both")
     verification = verify(of_square(workload), workload)
@@ -94,11 +99,11 @@ MISTAKES: dict[str, Callable[[Workload], Function]] = {
 
 
 # Each mistake with every pattern, over one row or over several.
-NEAR_MISSES = [(mistake, rows) for rows in (1, 11) for mistake in MISTAKES]
+NEAR_MISSES = [(pattern, rows, mistake) for pattern in EXAMPLES for rows in (1, 11) for mistake in MISTAKES]
 
 
-@pytest.mark.parametrize(("mistake", "rows"), [case if at % 2 else slow(*case) for at, case in enumerate(NEAR_MISSES)])
-@pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
+# One of seven: seven and ten have no common factor, so that each mistake comes up over one row and over several.
+@pytest.mark.parametrize(("pattern", "rows", "mistake"), slow_but_every(7, NEAR_MISSES), ids=str)
 def test_a_near_miss_is_caught(pattern: Pattern, rows: int, mistake: str) -> None:
     workload = last_rows(pattern, rows, dtype="float64")
     wrong = MISTAKES[mistake](workload)
@@ -168,8 +173,7 @@ def test_keys_behind_the_last_are_not_read(hidden: bool, rows: int, mode: str) -
     assert "NaN before and behind them: no other key may be read" in summary(verification)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 500])
-@pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
+@pytest.mark.parametrize(("pattern", "rows"), half_are_slow(EXAMPLES, [1, 5, 500]), ids=str)
 def test_samples_are_drawn_among_the_queries(pattern: Pattern, rows: int) -> None:
     workload = last_rows(pattern, rows, seq_len=2**14, batch_size=2**8)
     sample = choose_sample(workload, 3)

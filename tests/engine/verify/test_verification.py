@@ -1,5 +1,6 @@
 """verify accepts what is right, in every dtype and form, and says what it looked at."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +14,33 @@ from dilabench.engine.verify.call import digest, form_checks
 from dilabench.engine.verify.oracle.reference import build
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
-from tests.conftest import slow
+from tests.conftest import half_are_slow, slow
 
 FORM = ["shape", "dtype", "device", "finite"]
 MakeWorkload = Callable[..., Workload]
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4)}
 
 
-@pytest.mark.parametrize("dtype", [slow("float64"), "float32", slow("float16"), "bfloat16"])
+RIGHT: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {"causal": False, "seq_len": 96, "head_dim": 80},
+    "uncovered rows": {"pattern": SPARSE, "causal": False, "num_heads": 6, "num_kv_heads": 3},
+    "dense": {"pattern": {"kind": "dense"}, "window": (9, -1)},
+    "packed": {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 61)},
+    "one dim": {"head_dim": 1},
+    "one token": {"seq_len": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "dtype"),
     [
-        {"causal": True},
-        {"causal": False, "seq_len": 96, "head_dim": 80},
-        {"pattern": SPARSE, "causal": False, "num_heads": 6, "num_kv_heads": 3},
-        {"pattern": {"kind": "dense"}, "window": (9, -1)},
-        {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 61)},
-        {"head_dim": 1},
-        {"seq_len": 1},
+        *half_are_slow(RIGHT, ["float32", "bfloat16"]),
+        *itertools.starmap(slow, itertools.product(RIGHT, ["float64", "float16"])),
     ],
-    ids=["causal", "full", "uncovered rows", "dense", "packed", "one dim", "one token"],
 )
-def test_a_right_implementation_passes(
-    make_workload: MakeWorkload, right: type, dtype: str, changes: dict[str, Any]
-) -> None:
-    workload = make_workload(mode="both", dtype=dtype, **changes)
+def test_a_right_implementation_passes(make_workload: MakeWorkload, right: type, name: str, dtype: str) -> None:
+    workload = make_workload(mode="both", dtype=dtype, **RIGHT[name])
     verification = verify(right(workload), workload, deterministic=True)
     assert verification.passed, summary(verification)
     assert verification.sampled_rows is None

@@ -18,6 +18,7 @@ from dilabench.engine.worker.client import WorkerFailure, WorkerPool
 from dilabench.engine.worker.main import _open_log
 from dilabench.engine.worker.process import Child, _child_environment, end_server, warm_server
 from dilabench.engine.worker.protocol import MeasureCeilings, Verify, WorkerSettings
+from tests.conftest import half_are_slow
 
 SETTINGS = WorkerSettings(device="cpu")
 
@@ -162,8 +163,7 @@ def test_a_worker_that_does_not_answer_is_ended(pool):
     assert not worker.alive
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("doing", ["start", "ask"])
+@pytest.mark.parametrize(("doing", "ranks"), half_are_slow(["start", "ask"], [1, 2]))
 def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypatch):
     """Stopped processes never answer."""
     started = []

@@ -90,7 +90,9 @@ def spec_of(workload, target="dilabench.impls.gather:build", **switched):
 
 
 @pytest.mark.parametrize("mode", [slow("forward"), "both"])
-@pytest.mark.parametrize("switched", [{}, {"query_chunk": 96}, {"query_chunk": 96, "offload_inputs": True}], ids=str)
+@pytest.mark.parametrize(
+    "switched", [{}, slow({"query_chunk": 96}), {"query_chunk": 96, "offload_inputs": True}], ids=str
+)
 def test_a_right_call_passes_and_is_weighed_and_timed(mode, switched):
     found = measure_isolated(spec_of(workload_of(mode=mode), **switched), CPU, None, 0.01)
     assert found.verification.passed, found.why
@@ -165,7 +167,7 @@ class WrongGradient(torch.autograd.Function):
         return grad * 1.01
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [slow(0), 1, slow(2)])
 def test_a_wrong_gradient_shows(index):
     call = PreparedCall(spec_of(workload_of(mode="both")), CPU, InputStore(CPU))
     right = call.function
@@ -190,7 +192,7 @@ def test_the_limit_makes_a_large_allocation_fail_and_ends_with_its_block():
 
 
 @ON_LINUX
-@pytest.mark.parametrize(("mode", "limit"), [("forward", 8), ("both", 14)])
+@pytest.mark.parametrize(("mode", "limit"), [slow("forward", 8), ("both", 14)])
 def test_nothing_of_the_measuring_comes_out_of_the_limit(mode, limit):
     # Each tensor is half a MiB. In a fresh process, for torch has been used in this one.
     worker = Worker("", WorkerSettings(device="cpu")).meet()

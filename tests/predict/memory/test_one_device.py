@@ -39,7 +39,8 @@ def check(peaks):
     ("implementation", "shape", "mode"),
     [
         *slow_but_every(2, (("strided", shape, "both") for shape in SHAPES)),
-        *((name, shape, "both") for name, shape in (("dense", "short_tail"), ("gather", "plain"), ("gather", "odd"))),
+        *((name, shape, "both") for name, shape in (("dense", "short_tail"), ("gather", "plain"))),
+        slow("gather", "odd", "both"),
         *((name, "plain", "forward") for name in ("dense", "gather")),
     ],
 )
@@ -116,7 +117,7 @@ MATH_SHAPES = {
 
 
 # Their blocks are those of another shape in another size.
-SLOW_MATH = ("one_block", "half", "full", "float64")
+SLOW_MATH = ("one_block", "half", "full", "float64", "half_batches", "one_key_head")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,9 @@ def test_blocks_of_the_math_backend(shape, mode, peaks, check):
     ("implementation", "shape", "mode"),
     [
         ("gather", "plain", "forward"),
-        ("gather", "odd", "both"),
+        slow("gather", "odd", "both"),
         ("strided", "plain", "both"),
-        ("strided", "one_key_head", "both"),
+        slow("strided", "one_key_head", "both"),
     ],
 )
 def test_branches_through_the_math_backend(implementation, shape, mode, peaks, check):

@@ -71,8 +71,9 @@ def test_branches_inside_and_across_ranks(implementation, branches, mode, check)
 @pytest.mark.parametrize(
     ("implementation", "mode"),
     [
-        ("ring", "forward"),
-        *((name, "both") for name in ("ring", "zigzag-allgather", "ulysses")),
+        slow("ring", "forward"),
+        ("ring", "both"),
+        *(slow(name, "both") for name in ("zigzag-allgather", "ulysses")),
     ],
 )
 def test_through_the_math_backend_in_half_precision(implementation, mode, peaks, check):
@@ -82,8 +83,13 @@ def test_through_the_math_backend_in_half_precision(implementation, mode, peaks,
 @MOSTLY_BOTH
 @pytest.mark.parametrize(
     ("backend", "causal", "num_kv_heads", "batch_size", "ranks"),
-    # Each value beside each other of another parameter, once at least.
-    [("math", True, 2, 1, 3), ("math", False, 4, 2, 2), ("sdpa-flash", True, 4, 2, 3), ("sdpa-flash", False, 2, 1, 2)],
+    # Each value beside each other of another parameter, once at least; by default each value.
+    [
+        slow("math", True, 2, 1, 3),
+        ("math", False, 4, 2, 2),
+        ("sdpa-flash", True, 4, 2, 3),
+        slow("sdpa-flash", False, 2, 1, 2),
+    ],
 )
 def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ranks, mode, peaks, check):
     """`math` aligns ends, so that a chunk of queries is one call; over `sdpa-flash` it is two."""
@@ -95,7 +101,7 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
     ("bounds", "shape", "mode"),
     [
         *slow_but_every(2, ((bounds, "causal", "both") for bounds in PACKED)),
-        (PACKED[0], "full", "both"),
+        slow(PACKED[0], "full", "both"),
         slow(PACKED[0], "causal", "forward"),
     ],
     ids=str,

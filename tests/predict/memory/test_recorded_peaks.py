@@ -115,6 +115,7 @@ REPEATED = between_lengths() | set(seen_before())
 # Their lengths, or their many rows, take long to trace.
 LONG = {
     "h100-float32",
+    "h100-float32-one-item-both",
     "h200-backends",
     "h200-extreme",
     "h200-extreme-gather-dense",
@@ -125,6 +126,7 @@ LONG = {
     "h200-nsa",
     "h200-nsa-64k",
     "h200-packed-documents-flex",
+    "h200-vsa",
 }
 
 

@@ -17,6 +17,7 @@ from dilabench.engine.verify.oracle.reference import differentiable_rows
 from dilabench.impls import gather, native_sparse, null_mass, strided, summed
 from dilabench.kernels import lse
 from dilabench.workload.spec import Workload
+from tests.conftest import half_are_slow, slow
 
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))
 SHAPE = {"batch_size": 2, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "dtype": "float64"}
@@ -74,8 +75,11 @@ def break_everywhere(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wr
             monkeypatch.setattr(holder, name, broken)
 
 
-@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
-@pytest.mark.parametrize("module", [gather, strided], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    ("module", "merge_grad"),
+    half_are_slow([gather, strided], ["exact", "detached"]),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_wrong_zero_keys_fail(monkeypatch: pytest.MonkeyPatch, module: Any, merge_grad: str) -> None:
     case = workload(pattern={**ZERO_KEYS, "merge_grad": merge_grad})
     assert verify(module.build(case, CONTEXT), case).passed
@@ -88,7 +92,7 @@ def test_wrong_zero_keys_fail(monkeypatch: pytest.MonkeyPatch, module: Any, merg
     [("block_means", too_large), ("block_means_backward", too_large), ("parts_of", wrong_gates)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("pattern", [NATIVE_SPARSE, BLOCKWISE], ids=lambda pattern: pattern["kind"])
+@pytest.mark.parametrize("pattern", [NATIVE_SPARSE, slow(BLOCKWISE)], ids=lambda pattern: pattern["kind"])
 def test_wrong_sums_fail(monkeypatch: pytest.MonkeyPatch, pattern: dict[str, Any], name: str, wrong: Any) -> None:
     case = workload(pattern=pattern)
     assert verify(native_sparse.build(case, CONTEXT), case).passed
