@@ -130,7 +130,7 @@ def dilated_attention(
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
-    (out, lse)` of dense attention (`contracts.Attend`), of which torch.compile makes a graph each; 'auto' takes the
+    (out, lse)` of dense attention (`contracts.Attend`; torch.compile makes a graph for each). 'auto' takes the
     fastest way: on a GPU it measures them all at the first call of a configuration, which takes seconds once per
     machine (`choice.first_use`). The last bits of the query's gradient may differ from call to call, as
     FlashAttention's do, unless torch is set to deterministic algorithms (`torch.use_deterministic_algorithms`).

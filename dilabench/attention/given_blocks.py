@@ -132,7 +132,7 @@ def _over_blocks(
     kinds: Kinds, call: Call, workload: Workload | None, indices: Tensor, by_token: bool = False
 ) -> Computation:
     """The computation over the blocks of each token, or of each block of queries unless `by_token`. workload: None for
-    several sequences, of which each has its own queries and keys.
+    several sequences, each with its own queries and keys.
     """
     if workload is None:
         return _over_sequences(kinds, call, indices)
@@ -159,7 +159,7 @@ def _over_blocks(
 
 
 def _over_sequences(kinds: Kinds, call: Call, indices: Tensor) -> BySequence:
-    """The computation over the blocks of several sequences, of which each has its own queries and keys."""
+    """The computation over the blocks of several sequences, each with its own queries and keys."""
     indices = _indices_of_tokens(indices, kinds[0][0], kinds[1][0])
     alone = call.of_one_sequence
     runs = []
@@ -261,7 +261,7 @@ def _check_indices(indices: Tensor, kv_heads: int, blocks: int, block_size: int,
 def _check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
     """Refuse numbers that are neither one of this many blocks, or as many for each row of indices [..., S], nor -1.
 
-    On a CPU only: a GPU would have to be waited for.
+    The check is made on a CPU only; it would wait for a GPU.
     """
     if indices.device.type != "cpu":
         return

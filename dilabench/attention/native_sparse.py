@@ -66,8 +66,8 @@ def native_sparse_attention(
 
     gates: [B, M, H, 3], of the compressed, the selected and the window branch (a sigmoid in the paper; equation 5).
     compressed_key, compressed_value: [B, C, K, D], the compressed form of blocks of `compression_length` tokens, one
-        every `compression_stride`, of which C = (N - length) // stride + 1 are whole; by default the means of `key` and
-        `value` (the paper learns it: `BlockCompression`). A token sees those whose tokens are all behind it.
+        every `compression_stride`; C = (N - length) // stride + 1 of them are whole. By default it is the means of
+        `key` and `value` (the paper learns it: `BlockCompression`). A token sees those whose tokens are all behind it.
     key, value: of the selected branch. window_key, window_value: of the window, [B, N, K, D]; by default the same.
     block_size, top_k: blocks of keys that each token and key/value head selects, the first one, the token's own and the
         one before it always among them (equations 8 to 12). `indices`, int [B, M, K, S] as of `attention`: given ones.
@@ -227,7 +227,7 @@ def _compressed(
 
 
 def _joined(parts: Sequence[Tensor], query: Tensor, behind: float) -> Tensor:
-    """As query [B, M, ·, ·], or [T, ·, ·], of the parts [sequences, M, ·, ·] and of what is behind them."""
+    """The parts [sequences, M, ·, ·] in the form of query, [B, M, ·, ·] or [T, ·, ·]; further rows are `behind`."""
     if query.ndim == 4:
         joined = torch.cat([*parts]) if len(parts) > 1 else parts[0]
         missing = query.shape[0] - joined.shape[0]

@@ -1,4 +1,4 @@
-"""Sequences of which each has its own queries and keys: packed ones with bounds of both, the items of a cache, and the
+"""Sequences that each have their own queries and keys: packed ones with bounds of both, the items of a cache, and the
 tokens of a padded batch that are there.
 """
 
@@ -179,7 +179,7 @@ class TokensThere(NamedTuple):
 
     @classmethod
     def of(cls, padding: Tensor) -> TokensThere:
-        """From bool [B, N], True for a token that is no padding; read from its device once for each content."""
+        """The tokens where bool [B, N] is True, not padding; its device is read once for each content."""
         return _there.get(padding, (), lambda: cls._of(padding))
 
     @classmethod

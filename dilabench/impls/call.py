@@ -242,12 +242,12 @@ def read_call(text: str) -> Call:
 
 
 def has_constant_lse(asked: str) -> bool:
-    """Whether lse of a call that is written so, or of none, carries no gradient."""
+    """Whether the call with this text has an lse without gradient; False for an empty text."""
     return bool(asked) and read_call(asked).has_constant_lse
 
 
 def is_over_ranks(asked: str) -> bool:
-    """Whether a call that is written so is one over ranks."""
+    """Whether the call with this text is over ranks; False for an empty text."""
     return bool(asked and read_call(asked).algorithm)
 
 
@@ -262,9 +262,9 @@ class Computation(Protocol):
 
     `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
     last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
-    `backward`; and `differentiable`, out and lse that torch itself differentiates, or None for tensors of which it
-    cannot. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out; `forward` then also
-    takes a sink, and `summed` adds up the gradients that ranks have for it.
+    `backward`; and `differentiable`, which gives out and lse that torch itself differentiates, or None if torch cannot
+    differentiate these. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out; `forward`
+    then also takes a sink, and `summed` adds up the gradients that ranks have for it.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...

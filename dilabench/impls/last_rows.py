@@ -130,8 +130,9 @@ def _aligned_backward(
 class _Parts(NamedTuple):
     """Calls without a mask, or over a square, that together are a mask over M queries, the last rows of their keys.
 
-    unseen: keys before the first that a query sees. before: of the others, the keys that all queries see, to which a
-    square is merged; 0 for one call, -1 for a square with queries of zeros before. mask: of the last call.
+    unseen: number of keys before the first that a query sees. before: number of other keys that all queries see; a
+    square is merged with them. It is 0 for one call, -1 for a square with queries of zeros before. mask: the mask of
+    the last call.
     """
 
     unseen: int

@@ -67,7 +67,7 @@ def _defined(
 
 
 def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """The function, which no compiler traces where one looks at what is called by what it broke a graph at."""
+    """The function, which no compiler traces: after a break of the graph it would inspect what is called there."""
 
     def run(*arguments: Any) -> ResultT:
         # As a decorator it would load the compiler when a module is imported.
@@ -84,7 +84,7 @@ def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
 def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients for these tensors, which refuse to be differentiated: autograd would leave terms out in silence.
 
-    dlse may be among those given; of a batch of it, dout is a batch too (`as_batch_of`).
+    `given` may hold dlse; if dlse is a batch, dout is a batch too (`as_batch_of`).
     A batch of gradients (`torch.autograd.grad(..., is_grads_batched=True)`) is computed one after another.
     """
     if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dout):

@@ -34,7 +34,7 @@ class KeyGroup:
 
     rows: [R] positions, ascending, on the CPU. keys: [M] positions, ascending. counts: [parts, M], whether each part of
     the pattern gives each key; their sum over the parts is C[h, row, key] for every row of the group. own: [R, M],
-    which keys each row really has, where rows with different keys were put together; None if all have all.
+    which keys each row really has, where rows with different keys were put together; None if each row has all of them.
     """
 
     rows: Tensor

@@ -52,7 +52,7 @@ class StatsLayout(NamedTuple):
         tile: int = STATS_BLOCK,
         block: int = STATS_BLOCK,
     ) -> StatsLayout:
-        """The layout of N tokens in segments of that many, by default one; each begins with a new tile."""
+        """The layout of ``length`` tokens in segments (by default one), each of which begins with a new tile."""
         segment_tokens, tile = min(segment_tokens or length, length), max(tile, block)
         tiles = -(-segment_tokens // (modulus * tile))
         return cls(modulus, -(-length // segment_tokens), segment_tokens, tiles * tile, block)

@@ -4,7 +4,8 @@ Triton binds the arguments of a launch, looks at each for what to specialise on 
 dilabench makes tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes,
 strides, dtypes and alignment, only the addresses differ.
 
-Triton launches on the current device, torch's operators on that of their tensors: so do these, on its current stream.
+Triton launches on the current device. These launches use the device of their tensors, as torch's operators do, and its
+current stream.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class _Repeated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pointer:
-    """Stands for the tensor of that number where a launch is recorded."""
+    """A placeholder for the tensor of that number in a recorded launch."""
 
     number: int
 
@@ -290,8 +291,8 @@ _Launched = tuple[Launch, tuple[int], dict[str, Any], Any]
 
 
 def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launched]:
-    """Make launches one after another, each before the next one is prepared. At the first new one, all following ones
-    are compiled, both forms of each, so that no later length compiles.
+    """Make launches one after another, each before the next one is prepared. If a launch is new, it and all following
+    ones are compiled, both forms of each, so that no later length compiles.
     """
     made: list[_Launched] = []
     remaining = iter(launches)
@@ -377,7 +378,7 @@ def settle_key(function: Any) -> None:
 
 
 def stride_unit(*tensors: Tensor) -> int:
-    """The most elements, 16 bytes at most, that divide every step of the tensors but that of the last dimension.
+    """The most elements, 16 bytes at most, that divide every stride of the tensors except the last dimension's.
 
     Strides are given to kernels in such units: the compiler knows how much it can read at a time, and needs no other
     kernel for other strides.

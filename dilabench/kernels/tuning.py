@@ -383,8 +383,8 @@ KERNELS: tuple[Direction, ...] = ("forward", "backward_query", "backward_key")
 def read_tiles(text: str) -> dict[Direction, TileConfig]:
     """The configuration of each kernel that a text names: 'forward=64x128x4x2'; none for an empty one.
 
-    Behind a kernel's name come query rows x key rows x warps x stages, and registers per thread where they are limited.
-    The two kernels of a backward pass are parted by a comma. A shape goes to the plain kernel.
+    A kernel's name is followed by query rows x key rows x warps x stages, and by registers per thread if these are
+    limited. A comma separates the two kernels of a backward pass. A shape goes to the plain kernel.
 
     Raises ValueError for another kernel, sizes that the kernels cannot have, and text of another form.
     """

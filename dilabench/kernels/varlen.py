@@ -46,7 +46,7 @@ class TileReach(NamedTuple):
 
 
 def tiles_seen(reach: Reach, tile: int, other_tile: int) -> TileReach:
-    """By tiles of this many rows. A truncated tile counts as full by its existing rows."""
+    """What tiles of ``tile`` rows see, in tiles of ``other_tile``. A truncated tile is full by its existing rows."""
     rows = len(reach.first)
     starts = torch.arange(0, rows, tile, device=reach.first.device)
     lasts = (starts + tile).clamp(max=rows) - 1

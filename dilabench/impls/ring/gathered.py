@@ -132,7 +132,7 @@ def _built(workload: Workload, context: BuildContext, world: World, assignment: 
 
 
 def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
-    """On any shards of spans without gaps."""
+    """The algorithm for any shards whose spans have no gaps."""
     backend = context.require_backend()
     branches = branches_of(workload)
     planned = _own_first if workload.layout == "padded" and workload.window == UNBOUNDED else _chunk_by_chunk

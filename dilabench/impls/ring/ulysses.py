@@ -202,7 +202,7 @@ def _pieces(workload: Workload, heads: range, kv_heads: range) -> tuple[Piece, .
 
 
 def _order(shards: Shards, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """By position its row if the parts of ranks follow each other, and by row its position; None if they are equal."""
+    """The row of each position if the parts of ranks follow each other, and its inverse; None if both are equal."""
     spans = [span for part in shards.parts for span in part]
     if all(before.stop == after.start for before, after in pairwise(spans)):
         return None

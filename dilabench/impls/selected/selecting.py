@@ -68,7 +68,9 @@ def _shares_of_blocks(compression: Compression, shares: Tensor, block: int, bloc
 
 @torch.no_grad()
 def select_by_mean_key(q: Tensor, k: Tensor, choosing: Choosing) -> Tensor:
-    """By query times mean key, queries summed over the heads that share keys. q [B, N, H, D], k [B, N, K, D].
+    """Select by query times mean key, with queries summed over the heads that share keys.
+
+    q [B, N, H, D], k [B, N, K, D].
 
     MoBA selects for each query head; with as many heads of keys as of queries this is the same.
     """
@@ -85,8 +87,9 @@ def select_by_mean_key(q: Tensor, k: Tensor, choosing: Choosing) -> Tensor:
 def select_by_compression(
     q: Tensor, keys: Tensor, compression: Compression, scale: float, choosing: Choosing, length: int | None = None
 ) -> Tensor:
-    """By the shares of attention to compressed keys, summed over the heads that share keys. q [B, M, H, D], keys
-    [B, C, K, D]. length: tokens N of the sequence, of which the queries are the last M; M by default.
+    """Select by the shares of attention to compressed keys, summed over the heads that share keys.
+
+    q [B, M, H, D], the last M tokens; keys [B, C, K, D]. length: the number of tokens, M by default.
     """
     (_, rows, heads, _), (_, count, kv_heads, _) = q.shape, keys.shape
     length = rows if length is None else length
@@ -110,7 +113,7 @@ def select_by_compression(
 
 @torch.no_grad()
 def select_by_indexer(queries: Tensor, weights: Tensor, keys: Tensor, choosing: Choosing) -> Tensor:
-    """By a lightning indexer: sum_i weights[i] · relu(queries[i] · key) for each token, of a block the largest.
+    """Select by a lightning indexer: a token scores sum_i weights[i] · relu(queries[i] · key), a block its largest.
 
     queries [B, N, K, I, d] of I index heads for each key/value head, weights [B, N, K, I], keys [B, N, K, d].
     """

@@ -22,8 +22,8 @@ LARGEST_HEAD_DIM = 256
 
 
 class _Kept(NamedTuple):
-    """What all passes over a selection on one stream read: int32 indices [B, N, K, S], of packed sequences [T, K, S]
-    and their bounds, and lists.
+    """Data for all passes over a selection on one stream: int32 indices [B, N, K, S], or [T, K, S] and bounds of packed
+    sequences, and lists.
     """
 
     indices: Tensor
@@ -33,8 +33,8 @@ class _Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Tiled(SelectedAttention):
-    """Over one sequence, padded, or over packed ones with `bounds`. Lists are made by the first pass that needs them,
-    and kept.
+    """Attention over one padded sequence, or over packed ones with `bounds`. The first pass that needs lists makes
+    them, and they are kept.
     """
 
     selection: Selection
@@ -80,7 +80,7 @@ class Tiled(SelectedAttention):
         return dq, dk, dv
 
     def _kept_for(self, q: Tensor, k: Tensor, v: Tensor) -> _Kept:
-        """What passes over such tensors on the current stream read. Raises ValueError for tensors that do not fit."""
+        """The data for passes over such tensors on the current stream. Raises ValueError if tensors do not fit."""
         key = q.shape, k.shape, v.shape, type(q), stream_number(q)
         if key not in self._kept:
             from dilabench.kernels.selected.lists import KeptLists

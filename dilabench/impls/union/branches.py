@@ -140,8 +140,8 @@ class Run:
 def fewest_runs(places: tuple[Place, ...], group_size: int, stackable: bool) -> tuple[tuple[Run, Progression], ...]:
     """Heads cut into as few runs as there can be, each with the stack that it repeats in.
 
-    Only where asked are equal runs put on top of each other; a run alone is a stack of one. Cached, because each rank
-    plans for all ranks, and each step of training has another packing of the same heads.
+    Equal runs are put on top of each other only if `stackable`; a run alone is a stack of one. Cached, because each
+    rank plans for all ranks, and each step of training has another packing of the same heads.
     """
     best: tuple[tuple[Run, Progression], ...] = ()
     for apart in (1, group_size):

@@ -40,7 +40,7 @@ class RectangleUnion(Union):
     shares: Callable[[], Sequence[Sequence[Rectangle]]]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Union.forward`; kept of a call are its out and lse."""
+        """As `Union.forward`; it keeps out and lse of each call."""
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         merging = None if self.detached else self._merging(q, None)
         output = self._empty_output(q, merging.results if merging else None)

@@ -184,8 +184,8 @@ def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.dev
 
 
 def copied_rows(workload: Workload, device: torch.device) -> int:
-    """(head, row) pairs of a call up to which a GPU copies rows instead of launching several calls. A CPU has no launch
-    cost, and copies none.
+    """The most (head, row) pairs of a call for which a GPU copies rows instead of launching several calls. A CPU has no
+    launch cost, and copies none.
     """
     if device.type != "cuda":
         return 0

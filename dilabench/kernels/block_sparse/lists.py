@@ -1,7 +1,7 @@
 """Lists of tiles as the fused kernels read them: which key tiles a query tile visits, and the other way round.
 
 Blocks, windows, documents and selections are one class of rows (rate 1) to those kernels, in which every tile counts
-once. Each kind of plan makes its lists here or on the device of what it is made of.
+once. Each kind of plan makes its lists here, or on the device of its inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TileLists(NamedTuple):
 
     @classmethod
     def of(cls, partners: Tensor, first: Tensor, n_full: Tensor, n_masked: Tensor) -> TileLists:
-        """From partner tiles, and for each (mask head, own tile) where its list begins and how many it has."""
+        """Make lists of partner tiles, from the first entry and the counts of each (mask head, own tile)."""
         order = (n_full + n_masked).argsort(dim=1, descending=True, stable=True)
         entries = partners | COUNTED_ONCE if len(partners) else partners.new_zeros(1)
         return cls(torch.stack((first, n_full, n_masked), -1).int(), entries.int(), order.int())
@@ -91,14 +91,14 @@ class Visibility:
 
     @property
     def ahead(self) -> int:
-        """Rows a query sees ahead of it, none behind a causal edge; -1 for all."""
+        """The number of rows that a query sees ahead of it: 0 if causal, -1 for all."""
         return 0 if self.causal else self.right
 
 
 class Selection(NamedTuple):
     """``indices`` int [heads, n, k] of key blocks for each of n blocks of ``block_size`` queries, and what is visible.
 
-    In any order; a repeated index counts once, and one outside of 0..n-1 means no block.
+    Indices may have any order; a repeated index counts once, and one outside of 0..n-1 means no block.
     """
 
     indices: Tensor
@@ -107,7 +107,7 @@ class Selection(NamedTuple):
 
 
 class HiddenTiles(NamedTuple):
-    """Bounds over the keys of each tile, of each range of rows; [ranges, key tiles].
+    """Bounds of each range of rows over the keys of each tile; [ranges, key tiles].
 
     A range hides all keys of a tile from the rows ``all_from`` <= i < ``all_to``, and none from rows outside of
     ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, [key tiles], see none of its keys, by
@@ -123,7 +123,7 @@ class HiddenTiles(NamedTuple):
 
     @classmethod
     def of(cls, limits: Tensor, rows: int, block_n: int) -> HiddenTiles:
-        """Over key tiles of ``block_n`` keys, from limits [ranges, 2, keys] (`limits_of`)."""
+        """The bounds of tiles of ``block_n`` keys, from limits [ranges, 2, keys] (`limits_of`)."""
         starts, stops = limits.unbind(1)
         first, end = torch.zeros_like(starts[0]), torch.full_like(starts[0], rows)
         for start, stop in limits:

@@ -220,12 +220,12 @@ class ListedPlan(Plan):
 
     @property
     def every_row_has_work(self) -> bool:
-        """By the lists of the largest tiles that fit."""
+        """Whether each row has work, by the lists of the largest tiles that fit."""
         tile = largest_tile(self.block_size)
         return self.keep("every row has work", lambda: bool((self.lists(tile, tile, by_key=False).lengths > 0).all()))
 
     def pairs(self, num_heads: int) -> int | None:
-        """By the lists of the largest tiles that fit."""
+        """Count pairs by the lists of the largest tiles that fit."""
         tile = largest_tile(self.block_size)
         pairs = self.keep("pairs", lambda: int(self.lists(tile, tile, by_key=False).lengths.sum()) * tile * tile)
         return pairs * (num_heads // self.mask_heads)
@@ -288,10 +288,10 @@ class BlockPlan(ListedPlan):
 class BoundedPlan(Plan):
     """Bounds of columns on a device, where its lists are made: the host neither copies nor waits.
 
-    For documents that change in each batch. ``limits`` int32 [ranges, 2, rows]: key j is hidden from the rows limits[r,
-    0, j] <= i < limits[r, 1, j]; the ranges of one key ascend and do not overlap (`HiddenRows`, whose form for the host
-    is ``hidden``). ``block_size`` rows at most in a tile. Memory: about 30 bytes for each pair of tiles while lists are
-    made, 6 afterwards.
+    It serves documents that change in each batch. ``limits`` int32 [ranges, 2, rows]: key j is hidden from the rows
+    limits[r, 0, j] <= i < limits[r, 1, j]; the ranges of one key ascend and do not overlap (`HiddenRows`, whose form
+    for the host is ``hidden``). ``block_size`` rows at most in a tile. Memory: about 30 bytes for each pair of tiles
+    while lists are made, 6 afterwards.
     """
 
     limits: Tensor
@@ -313,7 +313,7 @@ class BoundedPlan(Plan):
         return np.arange(-(-self.rows // self.block_size))
 
     def bounds(self, device: torch.device) -> Tensor:
-        """As given."""
+        """The limits, which must be on this kind of device."""
         assert device.type == self.limits.device.type
         return self.limits
 

@@ -132,7 +132,7 @@ def attend_backward(
 
 def _wild(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[B, H, L, 1] and [B, H, S, 1]: the rows that hold, or see a key that holds, a number for which products may
-    overflow, and such keys. To these rows the mask cannot be added.
+    overflow, and such keys. The mask cannot be added to these rows.
     """
     most = _most(q, scale)
     # NaN is not less either.

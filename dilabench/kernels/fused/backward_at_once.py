@@ -56,7 +56,7 @@ class AtOnce(NamedTuple):
 
 def groups_at_once(plan: ResiduePlan, q: Tensor, k: Tensor) -> list[AtOnce]:
     """The groups of the plan whose two passes one kernel computes: all that it supports, or none if two passes of
-    smaller tiles are faster. To mix both ways was hardly ever faster than the better one.
+    smaller tiles are faster. Plans that mix both ways were hardly ever faster than the better way.
     """
     found = [step for step in (AtOnce.of(group, q, plan.causal) for group in plan.groups) if step is not None]
     return found if found and _is_faster(found, q, k, plan.causal) else []

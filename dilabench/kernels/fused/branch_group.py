@@ -202,7 +202,7 @@ class BranchGroup:
         return pairs[causal] * self.heads_per_kv / len(self.head_kind)
 
     def _queries_and_pairs_of_a_token(self) -> tuple[float, float, float]:
-        """Over all heads; pairs where not causal and where causal."""
+        """Queries, pairs, and pairs if causal, of a token in the mean, summed over all heads."""
         window_left, window_right = self.window or (MAX_WINDOW, MAX_WINDOW)
         queries = whole = half = 0.0
         for kind, heads in Counter(self.head_kind).items():

@@ -187,7 +187,7 @@ class _Kept:
     """The latest tables that fit into a number of bytes of their device: many lengths share the
     small ones.
 
-    Safe to use from several threads, of which each may have made tables that another one had to make, too.
+    Several threads may use it at a time; two of them may make the same tables.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -278,7 +278,7 @@ def _there(
 
 
 def _with_one_that_pads(items: Integers) -> Integers:
-    """Behind the items [..., n, numbers] of each variant one without a class."""
+    """The items [..., n, numbers] of each variant, with a last one without a class: [..., n + 1, numbers]."""
     pad = np.zeros((*items.shape[:-2], 1, items.shape[-1]), items.dtype)
     pad[..., 0] = -1
     return np.concatenate((items, pad), -2)

@@ -339,7 +339,7 @@ def seen_keys(
     WINDOWED: tl.constexpr,
 ):
     """Which keys of a tile of class ``partner`` the queries of class ``residue`` see; rows count from the start of the
-    super-segment. Causal queries before ``end``, that of the partner's rows, see no key beyond it anyway.
+    super-segment. ``end`` is that of the partner's rows; causal queries before it see no key beyond it anyway.
     """
     key_row = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if CAUSAL:

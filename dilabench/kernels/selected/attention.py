@@ -267,7 +267,7 @@ def _check(options: _Options, q: Tensor, k: Tensor, v: Tensor, indices: Tensor) 
 
 
 class _Lists(NamedTuple):
-    """What passes over tensors of one layout and one selection share, and lists: those that are kept, or made now."""
+    """The data that passes over tensors of one layout and one selection share, and their lists, kept or made now."""
 
     kept: KeptLists
     direction: Direction
@@ -336,7 +336,7 @@ class _Lists(NamedTuple):
         return self.kept.once(name, lambda: are_alike(self.selection, *name[1:], self.cache, name, meanwhile))
 
     def known_alike(self) -> bool | None:
-        """What `alike` gave before; None before."""
+        """The result of `alike` if it was called before, else None."""
         assert self.plan.united
         known: bool | None = self.kept.get(_alike(self.plan.united))
         return known
@@ -379,7 +379,7 @@ def _tokens(part: TokenSelection) -> tuple[int, int]:
 
 
 def _gathered(tensors: dict[str, Tensor], lists: _Lists) -> None:
-    """`gathered_form` over tokens of which each part's partial results fit into `tiles.PARTIAL_BYTES`."""
+    """`gathered_form` over parts of the tokens, whose partial results each fit into `tiles.PARTIAL_BYTES`."""
     q, plan = tensors["q"], lists.plan
     for part in lists.gathered_parts():
         shape = *part.slots, plan.given["GROUP"]

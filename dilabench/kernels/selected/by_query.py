@@ -3,8 +3,8 @@
 """The query form: a tile's rows are the query heads of one token's group, or of a few neighbours, and its program walks
 over the blocks that any of them selected.
 
-Several tokens see the union of their blocks, each row its own part of it. Keys of a step are one stretch of a block, or
-as many short blocks as fill a tile, so that blocks of one token are gathered row by row.
+A tile of several tokens visits the union of their blocks, and each row sees its own part of it. Keys of a step are one
+stretch of a block, or as many short blocks as fill a tile, so that blocks of one token are gathered row by row.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ class QueryTiles(NamedTuple):
         tiles: TileConfig,
         unions: tuple[Tensor, int, int] | None = None,
     ) -> QueryTiles:
-        """Of the lists of these tiles. unions: of neighbours the counts of their lists, besides ``of_unions``."""
+        """Tiles over these lists. unions: for tiles of neighbours, the counts of their lists, and ``of_unions``."""
         tables, of_unions = lists.tensors | selection.tensors, (1, 0)
         if unions is not None:
             tables["unions"], *numbers = unions

@@ -300,7 +300,7 @@ class GatheredPart(NamedTuple):
 
     @classmethod
     def of(cls, part: TokenSelection, number: int, lists: KeyLists, shares: Shares) -> GatheredPart:
-        """Of lists of all tokens."""
+        """A part of the tokens over the lists of all tokens."""
         rows, kv_heads, slots = part.indices.shape
         tables = {"places": lists.places, "counts": lists.counts} | shares.tensors | part.tensors
         name = part.first_row, part.rows, shares.entries

@@ -47,7 +47,7 @@ class QueryLists(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By the names under which kernels take them."""
+        """The tensors by the names under which kernels take them."""
         members = {} if self.members is None else {"members": self.members}
         return {"keys": self.keys, "counts": self.counts, **members}
 
@@ -101,7 +101,7 @@ class KeptLists(dict[Hashable, Any]):
     """
 
     def once(self, name: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """What `make` gives at the first pass."""
+        """The result of `make`, which is called at the first pass only."""
         if name not in self:
             self[name] = make()
         made: MadeT = self[name]
@@ -126,7 +126,7 @@ class Shares(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By the names under which kernels take them."""
+        """The tensors by the names under which kernels take them."""
         slot = {} if self.slot is None else {"slot": self.slot}
         return {"lists": self.lists, "share": self.first, "edges": self.edges, **slot}
 

@@ -151,7 +151,7 @@ def rules_of(kernel: Kernel, group: int, block: int, head_dim: int, itemsize: in
 
 
 class QueryRows(NamedTuple):
-    """A tile of ``queries`` tokens times ``heads`` query heads of a group, of which ``parts`` cover the group."""
+    """A tile of ``queries`` tokens times ``heads`` query heads of a group; ``parts`` such tiles cover the group."""
 
     queries: int
     heads: int

@@ -189,7 +189,7 @@ class ShardedAttention:
 
 
 def request_for(workload: Workload, shards: Shards) -> Request:
-    """What all ranks must ask for alike in every pass by any algorithm."""
+    """The request that must be equal on all ranks, in every pass by any algorithm."""
     # With the number of rows, these are the spans.
     starts = [[span.start for span in part] for part in shards.parts]
     return Request.of({**workload.model_dump(mode="json"), "rows": shards.rows, "starts": starts})

@@ -114,9 +114,9 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """K and V to ranks that read them, and dK and dV back. `silent`: no rank sends anything.
+    """Sends K and V to the ranks that read them, and dK and dV back. `silent`: no rank sends anything.
 
-    needs: by owner, what this rank reads of its rows. gives: by reader, what it reads of this rank's.
+    needs: by owner, the owner's rows that this rank reads. gives: by reader, this rank's rows that the reader reads.
     """
 
     world: World
@@ -125,14 +125,14 @@ class RowExchange:
     silent: bool = False
 
     def fetch(self, distance: int, k: Tensor, v: Tensor) -> Transfer:
-        """K and V of the rank `distance` before this one; send the one `distance` after what it reads."""
+        """Receive K and V of the rank `distance` before this one; send the rank `distance` after it what it reads."""
         reader, owner = self._peers(distance)
         sends = {reader: [self.gives[reader].pack(x) for x in (k, v)]} if reader in self.gives else {}
         receives = {owner: _empty_pair(self.needs[owner], k, k.dtype)} if owner in self.needs else {}
         return Transfer(owner, self.world.send_recv(sends, receives, "keys"), receives.get(owner, []))
 
     def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
-        """dK and dV of own rows from the rank `distance` after; send the gradients of the rank before, if any."""
+        """Receive dK and dV of own rows from the rank `distance` after; send those of the rank before, if any."""
         reader, owner = self._peers(distance)
         sends = {owner: gradients} if gradients else {}
         receives = {reader: _empty_pair(self.gives[reader], k, dtype)} if reader in self.gives else {}
@@ -282,5 +282,5 @@ def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
 
 
 def _messages(selections: Mapping[int, Sequence[RowSelection]], *tensors: Tensor) -> dict[int, list[Tensor]]:
-    """By peer, the selected rows of tensors [B, N, ·, D]."""
+    """The selected rows of tensors [B, N, ·, D], by peer."""
     return {peer: [selection.pack(x) for selection in several for x in tensors] for peer, several in selections.items()}

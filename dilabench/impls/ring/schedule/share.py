@@ -68,7 +68,7 @@ class Share(Calls):
     def attend_remote_backward(
         self, owner: int, dq: Sum, dout: Tensor, q: Tensor, packed: Sequence[Tensor], out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        """Packed dK and dV of what was read of an owner, whose packed K and V these are; dq is added to."""
+        """Packed dK and dV of the keys that this rank reads of an owner; packed: these keys' K and V. Adds to dq."""
         selection = self.exchange.needs[owner]
         k, v = map(selection.unpack, packed)
         sums = dq, Sum.like(k), Sum.like(v)

@@ -4,8 +4,8 @@
 
 A program owns a key tile. One warp copies the query tiles that see it; two consumer warpgroups own half of its keys
 each, hold their dK and dV in registers and share what they know of a query tile, dS, through shared memory: each
-multiplies all of it with half of the columns of K, or, up to 64 columns, half of its queries with all of K. Then there
-are registers left for the keys and values, too, and of each product one operand only is read from shared memory. The
+multiplies all of it with half of the columns of K, or, up to 64 columns, half of its queries with all of K. Registers
+are then left for the keys and values, too, and each product reads only one operand from shared memory. The
 bulk copy engine adds a share of dQ to memory, in float32 and in no fixed order, so the last bits of dQ differ from call
 to call.
 """
@@ -548,8 +548,8 @@ def _backward_kernel(
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
     """The arguments of a launch for tensors, by their names.
 
-    q, k, v and dout as `residue_view` or `residue_box` shows them, with the places of tiles in them; stats, dk, dv. To
-    sums [B, N', H', D] H' heads add their shares of dq / scale, beginning with the heads of ``first_kv_head``.
+    q, k, v and dout as `residue_view` or `residue_box` shows them, with the places of tiles in them; stats, dk, dv.
+    H' heads, from those of ``first_kv_head`` on, add their shares of dq / scale to sums [B, N', H', D].
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])

@@ -147,7 +147,7 @@ def walk(
 
 @gluon.jit
 def _inside(rows, columns, end, COLUMNS: gl.constexpr, THERE: gl.constexpr):
-    """Which elements of COLUMNS columns, of which THERE are some, lie before row ``end``."""
+    """Which elements of COLUMNS columns are before row ``end`` and in the first THERE columns."""
     inside = (rows < end)[:, None]
     if THERE < COLUMNS:
         inside = inside & (columns < THERE)[None, :]
