@@ -72,8 +72,7 @@ def test_right_rows_pass(workload: str, together: int, monkeypatch: pytest.Monke
     assert len(verification.timed_rows) == 14
 
 
-@pytest.mark.parametrize("wrong", ["off", "far off", "nan"])
-@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize(("number", "wrong"), [(0, "off"), (3, "nan"), (6, "far off")])
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize(
     ("workload", "index"),
