@@ -330,11 +330,12 @@ def _key_table(
     longest = max(map(len, unions))
     keys, given_parts = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows[0]), len(rows), longest), bool)
     for item, (parts, union) in enumerate(zip(rows, unions, strict=True)):
-        keys[item, : len(union)] = union
+        # Repeated keys fill up a row: the largest value of a block counts in sizes.
+        keys[item, : len(union)], keys[item, len(union) :] = union, union[0]
         for number_of_part, part in enumerate(parts):
             given_parts[number_of_part, item, union.searchsorted(np.asarray(part, np.int64))] = True
     seen = torch.from_numpy(given_parts.any(0)).to(device)[:, None, None]
-    # Keys that only fill up a row have a count of 1, so that its logarithm is finite.
+    # They have a count of 1, so that its logarithm is finite.
     given_parts[0] |= ~given_parts.any(0)
     given = torch.from_numpy(given_parts).to(device)[:, :, None, None]
     return torch.from_numpy(keys).to(device), given, given.sum(0).double().log_(), seen, None
