@@ -252,7 +252,12 @@ def test_what_is_no_near_miss_is_not_called_one(make_workload: MakeWorkload, rig
     assert verification.diagnosis is None
 
 
-EXAMPLES = [example for kind in discover().catalogue.patterns for example in pattern_type(kind.name).examples()]
+# Of each kind every second one is slow.
+EXAMPLES = [
+    slow(example) if at % 2 else example
+    for kind in discover().catalogue.patterns
+    for at, example in enumerate(pattern_type(kind.name).examples())
+]
 
 
 @pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
