@@ -17,7 +17,7 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import compare
 from dilabench.engine.verify.heads import NO_GRADIENT
-from dilabench.engine.verify.oracle.blocks import SingleRows, blocks, only_heads
+from dilabench.engine.verify.oracle.blocks import SingleRows, blocks, only_heads, values_together
 from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
 from dilabench.engine.verify.oracle.oracle import exact_rows, expected_rows
 from dilabench.engine.verify.oracle.rounding import gradient_sizes
@@ -36,9 +36,6 @@ from dilabench.workload.visibility import seen_by
 
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
-# Values of k, or of v, of the rows that are compared together: 128 MiB in float64, of which some five are alive.
-TOGETHER_VALUES = 2**24
-
 # A row of out (and dq) of a kept call.
 Place = tuple[KeptCall, KeptRow]
 
@@ -115,7 +112,7 @@ def row_checks(past: Past, calls: Sequence[KeptCall], tolerances: Mapping[str, f
         return
     workload = past.workload
     values = workload.seq_len * max(workload.head_dim, workload.value_width)
-    count = max(1, TOGETHER_VALUES // values)
+    count = max(1, values_together(past.device) // values)
     known = [name for name in names if name in tolerances]
     # [3, I, D] of each name: the result, the right value and its size, to the host together.
     found: dict[CheckName, list[Tensor]] = {name: [] for name in known}

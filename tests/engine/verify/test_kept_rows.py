@@ -64,7 +64,7 @@ def kept_calls(call: PreparedCall) -> list[KeptCall]:
 @pytest.mark.parametrize("together", [1, 2**24], ids=["one by one", "together"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_right_rows_pass(workload: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "TOGETHER_VALUES", together)
+    monkeypatch.setattr(kept_rows, "values_together", lambda _: together)
     _, outputs = called(workload, 7)
     verification = outputs.check(None)
     assert verification.passed, [check for check in verification.checks if not check.passed]

@@ -29,8 +29,9 @@ FEW_PAIRS = 2**22
 FEW_ROWS, JOINED_GROUPS = 8, 64
 # Groups with as many keys are not joined.
 MANY_KEYS = 2**16
-# Heads with the same keys are computed together, up to this many scores, or values of keys: 128 MiB in float64.
-JOINED_VALUES = 2**24
+# Heads with the same keys, and single rows, are computed together, up to this many scores, or values of keys. The
+# host's caches hold 8 MiB of float64: 128 MiB took twice as long. Elsewhere each operator costs a launch.
+HOST_VALUES, DEVICE_VALUES = 2**20, 2**24
 
 _cached: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("cached", default=None)
 _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
@@ -123,6 +124,11 @@ class Block:
 
 def _slice(indices: range) -> slice:
     return slice(indices.start, indices.stop, indices.step)
+
+
+def values_together(device: torch.device) -> int:
+    """How many values of keys are computed together."""
+    return HOST_VALUES if device.type == "cpu" else DEVICE_VALUES
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -271,7 +277,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 begin = None if group.begin is None else group.begin + reached.start
                 given, counts = group.given[:, reached], log_counts[reached]
                 values = batch * len(keys) * max(len(here), -(-width // workload.group_size))
-                for of_q, of_k in _joined_heads(heads, workload.group_size, max(1, JOINED_VALUES // values)):
+                for of_q, of_k in _joined_heads(heads, workload.group_size, max(1, values_together(device) // values)):
                     of_rows = seen.repeat(len(of_q) // len(of_k), 1)
                     yield Block(of_q, of_k, index, queries, keys, given, counts, of_rows, begin)
 
