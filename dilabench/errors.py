@@ -30,6 +30,9 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+# The verdict with exit code 5 if no output is wrong.
+IMPOSSIBLE_TIME = "A TIME CANNOT BE TRUE"
+
 # The exit code of a command with several steps: the first of these that one step had.
 GRAVEST_FIRST = (
     ExitCode.INTERRUPTED,

@@ -294,12 +294,6 @@ def multiplies_bfloat16_tiles() -> bool:
     return "amx_bf16" in cpuinfo()
 
 
-def on_hopper() -> bool:
-    """Whether the first GPU that a run can use is of compute capability 9.0 (H100, H200)."""
-    _, gpus = _gpus()
-    return bool(gpus) and gpus[0].compute_capability == "9.0"
-
-
 def _gpus() -> tuple[tuple[GpuInfo, ...], tuple[GpuInfo, ...]]:
     """The GPUs that NVML shows, and the subset that CUDA will see."""
     installed = _nvml_gpus()

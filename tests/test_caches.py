@@ -75,8 +75,6 @@ CACHES = {
     "engine/verify/oracle/oracle.py:Oracle.planes": Cache(PROPERTY, "drawn once, for inputs and expectations"),
     "engine/verify/oracle/oracle.py:Oracle.second": Cache(PROPERTY, "serves all implementations of a workload"),
     "engine/verify/oracle/oracle.py:Oracle.large_expected": Cache(PROPERTY, "serves all implementations of a workload"),
-    "engine/verify/timed_outputs.py:_PastOracle._heads": Cache(PROPERTY, "heads of a past call, perhaps fetched"),
-    "engine/verify/timed_outputs.py:_PastOracle.full_dout": Cache(PROPERTY, "rows of a past call, perhaps fetched"),
     # Kernels.
     "kernels/combine.py:_cache": Cache(256, "launches of a few kilobytes, no tables on the device"),
     "kernels/cpu/aten_flash.py:_multiplies": Cache(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dilabench.choice.descriptors import FLASH_4, Backend, Capabilities
 from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
 from dilabench.kernels.cpu.compiled import FEW_ROWS
-from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles, on_hopper
+from dilabench.machine import ACCELERATOR, WORDS, detect, multiplies_bfloat16_tiles
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -43,7 +43,9 @@ def _better_by_tiles(workload: Workload) -> str | None:
 def _too_wide_for_cudnn(workload: Workload) -> str | None:
     """Return why cuDNN does not take the head dims, or None: above 128 it has kernels for compute capability 9.0."""
     widest = max(workload.head_dim, workload.value_width)
-    return f"head dim {widest} is above 128, which takes an H100 or H200" if widest > 128 and not on_hopper() else None
+    if widest <= 128 or detect().compute_capability == 90:
+        return None
+    return f"head dim {widest} is above 128, which takes an H100 or H200"
 
 
 ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS, value_dim=True, softcap=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.comparison.view import is_impossible
 from dilabench.record import Case, Failed, Measured, Row, Skipped
 from dilabench.stats.decisions.memory import MemoryVerdict
 from dilabench.stats.decisions.verdicts import Verdict
@@ -92,7 +91,7 @@ def is_measured(row: Row | None) -> bool:
     """The row has samples of an output that was verified, and no note says that its time cannot be true."""
     if row is None or not isinstance(row.outcome, Measured):
         return False
-    return row.outcome.verification.passed and not is_impossible(row)
+    return row.outcome.verification.passed and not row.is_impossible
 
 
 def is_wrong(row: Row | None) -> bool:
@@ -114,7 +113,7 @@ def ending(row: Row | None) -> str:
         return f"failed at {outcome.stage}: {outcome.why}"
     if not outcome.verification.passed:
         return "measured, but the output is wrong"
-    return "measured, but the time cannot be true" if is_impossible(row) else "measured"
+    return "measured, but the time cannot be true" if row.is_impossible else "measured"
 
 
 def lack_of(candidate: Row | None) -> Lack | None:
@@ -125,7 +124,7 @@ def lack_of(candidate: Row | None) -> Lack | None:
         return "missing"
     if is_measured(candidate):
         return None
-    if is_impossible(candidate):
+    if candidate.is_impossible:
         return "impossible time"
     return "failed" if isinstance(candidate.outcome, Failed) else "skipped"
 

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from dilabench.comparison.pairing import common_timings, pair_many, sessions_of
-from dilabench.metadata import NOTES, WAY
+from dilabench.metadata import WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
@@ -35,9 +35,6 @@ from dilabench.workload.spec import flops
 
 # More pairs, or samples, at once save no more time, and each takes memory.
 ESTIMATED_TOGETHER, LOCATED_TOGETHER = 256, 2**15
-
-# The verdict with exit code 5 if no output is wrong.
-IMPOSSIBLE_TIME = "A TIME CANNOT BE TRUE"
 
 Side = Literal["baseline", "candidate"]
 
@@ -66,7 +63,7 @@ class RowView:
     @property
     def is_quotable(self) -> bool:
         """Return True if no note says that its time cannot be true."""
-        return not is_impossible(self.row)
+        return not self.row.is_impossible
 
     @property
     def samples(self) -> int:
@@ -164,13 +161,7 @@ def measured_view(row: Row) -> RowView:
 
 def is_quotable(row: Row) -> bool:
     """Return True if the row was measured and no note says that its time cannot be true."""
-    return first_timing(row) is not None and not is_impossible(row)
-
-
-def is_impossible(row: Row) -> bool:
-    """Return True if a note says that the row's time cannot be true."""
-    notes = row.outcome.notes if isinstance(row.outcome, Measured) else ()
-    return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
+    return first_timing(row) is not None and not row.is_impossible
 
 
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:

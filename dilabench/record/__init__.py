@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
+from dilabench.metadata import NOTES
 from dilabench.metadata import Note as Note
 from dilabench.record.samples import NO_SAMPLES as NO_SAMPLES
 from dilabench.record.samples import Slot as Slot
@@ -281,6 +282,12 @@ class Row(Model):
     def case(self) -> Case:
         """The effective case."""
         return self.planned.case
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether a note says that its time cannot be true."""
+        notes = self.outcome.notes if isinstance(self.outcome, Measured) else ()
+        return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
 
 
 class CpuInfo(Model):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilabench.comparison.comparison import is_wrong
-from dilabench.comparison.view import IMPOSSIBLE_TIME, lengths_without_rows
+from dilabench.comparison.view import lengths_without_rows
 from dilabench.engine.progress import Progress
-from dilabench.errors import ExitCode, heed, interruption
+from dilabench.errors import IMPOSSIBLE_TIME, ExitCode, heed, interruption
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
 from dilabench.comparison.comparison import is_wrong
-from dilabench.comparison.view import is_impossible, lengths_without_rows
+from dilabench.comparison.view import lengths_without_rows
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
@@ -257,7 +257,7 @@ def exit_code(
     """
     return exit_code_for(
         interrupted=interrupted or record.status == "interrupted",
-        wrong=any(is_wrong(row) or is_impossible(row) for row in record.rows),
+        wrong=any(is_wrong(row) or row.is_impossible for row in record.rows),
         failed=any(isinstance(row.outcome, Failed) for row in record.rows),
         broken=broken,
         nothing=not any(row.outcome.status == "measured" for row in record.rows),

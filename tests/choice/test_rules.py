@@ -352,6 +352,7 @@ def test_cudnn_takes_wide_heads_where_it_has_kernels_for_them(monkeypatch, capab
     """Those of compute capability 9.0 alone."""
     gpu = GpuInfo(name="a", compute_capability=capability)
     monkeypatch.setattr("dilabench.machine._nvml_gpus", lambda: (gpu,))
+    monkeypatch.setattr("dilabench.machine.torch_cuda_version", lambda: "13.0")
     head_dim, value_dim = dims
     workload = Workload(
         pattern=DENSE,

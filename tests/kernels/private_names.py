@@ -74,6 +74,7 @@ PRIVATE: Mapping[str, str] = {
     "triton.language.semantic.TritonSemantic._convert_to_ir_values": "the Hopper kernels",
     "triton.runtime.JITFunction": "launches",
     "triton.runtime.driver.active.get_current_stream": "launches that repeat",
+    "triton.runtime.driver.active.utils.get_device_properties": "tiles that fit into shared memory",
     "triton.runtime.errors.OutOfResources": "launches that fail to compile",
     "triton.runtime.jit.JITFunction": "memory is traced",
     "triton.tools.tensor_descriptor.TensorDescriptor": "the fused and block-sparse kernels; without it torch's",
@@ -90,5 +91,6 @@ ON_CUDA = frozenset(
         "torch._C._cuda_getCurrentRawStream",
         "torch.cuda._sleep",
         "triton.runtime.driver.active.get_current_stream",
+        "triton.runtime.driver.active.utils.get_device_properties",
     }
 )

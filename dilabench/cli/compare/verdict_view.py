@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import print_items, print_table, say, say_folded, say_page
 from dilabench.comparison.gate import anything_decided, anything_worse
-from dilabench.comparison.view import IMPOSSIBLE_TIME
-from dilabench.errors import ExitCode, gravest
+from dilabench.errors import IMPOSSIBLE_TIME, ExitCode, gravest
 from dilabench.record import Case
 from dilabench.report.columns import Column, case_name, implementation_text, pair_columns, workload_title
 from dilabench.stats.decisions.decide import evidence
