@@ -392,7 +392,7 @@ def _counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
         Decided.NOTHING: "none measured in {}",
     }
     parts = [words.format(kinds.count(kind)) for kind, words in undecided.items() if kind in kinds]
-    yield f"{len(rows)} workloads: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
+    yield f"{counted(len(rows), 'workload')}: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
     views = [row.versus_dense for row in rows if row.versus_dense]
     counts = Counter("slower" if view.faster == "baseline" else "faster" for view in views if view.faster)
     if counts:
