@@ -114,6 +114,26 @@ def test_records_come_back_in_one_file_and_are_taken(records, recorded, tmp_path
     assert "stranger.json.xz: not in records.toml" in capsys.readouterr().out
 
 
+def test_a_page_waits_for_its_record(records, recorded, tmp_path, capsys) -> None:
+    """It is outside the navigation, as it is, until its record is taken and its answer is written."""
+    page, navigation = records.RESULTS / "page.md", tmp_path / "mkdocs.yml"
+    unwritten = PAGE.replace("gather takes 123456 ms", "not measured yet")
+    page.write_text(unwritten)
+    listed = "nav:\n  - Results:\n      - results/index.md\nextra:\n  waiting:\n"
+    navigation.write_text(listed)
+    assert records.check() == 1
+    assert "page.md: not stored: tiny" in capsys.readouterr().out
+    navigation.write_text(listed + "    - results/page.md\n")
+    assert records.write_pages() == 0
+    assert page.read_text() == unwritten
+    (tmp_path / "tiny.json.xz").write_bytes(lzma.compress(recorded))
+    assert records.take([tmp_path]) == 1
+    assert navigation.read_text() == listed.replace("index.md\n", "index.md\n      - results/page.md\n")
+    assert "its records are there, and its answer is not written" in capsys.readouterr().out
+    page.write_text(page.read_text().replace("not measured yet", "gather is first"))
+    assert records.check() == 0
+
+
 @pytest.mark.parametrize(
     ("seconds", "entry", "why"),
     [
