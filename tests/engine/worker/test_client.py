@@ -168,11 +168,14 @@ def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypat
     """Stopped processes never answer."""
     started = []
     start = Child.start
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
 
     def stopped(child):
         start(child)
         os.kill(child._process.pid, signal.SIGSTOP)
         started.append(child)
+        if len(started) == ranks:
+            timer.start()
 
     key = "x" if ranks == 1 else f"x@{ranks}"
     if doing == "start":
@@ -182,8 +185,7 @@ def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypat
         started += [process._child for process in worker._ranks]
         for child in started:
             os.kill(child._process.pid, signal.SIGSTOP)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+        timer.start()
     with pytest.raises(KeyboardInterrupt):
         pool.resident(key) if doing == "start" else worker.ask(MeasureCeilings(dtypes=()), timeout_s=200)
     timer.join()
