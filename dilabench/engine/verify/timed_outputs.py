@@ -73,9 +73,11 @@ class TimedOutputs:
             if self._call.spec.takes != "heads" and self._call.world is None and last.gradients:
                 checks.append(_gradients_check(self._call, last, kept))
         rows = [(call.number, row.batch, row.position, row.head) for call in kept for row in call.rows if not row.key]
-        sound = [call for call in kept if _is_sound(self._call, call)]
+        sound = []
         for call in kept:
-            checks += _form_checks(call, is_sound=call in sound)
+            if is_sound := _is_sound(self._call, call):
+                sound.append(call)
+            checks += _form_checks(call, is_sound=is_sound)
         checks += _unchanged_checks(sound)
         if self._call.spec.takes == "heads":
             checks += row_checks(Past(self._call), sound, self._tolerances)
